@@ -1,0 +1,98 @@
+//! The element types in storage, and how they become accumulation types and back.
+
+use bytemuck::Pod;
+use candle_core::{CpuStorage, Result, WithDType};
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+use super::simd::Real;
+
+/// A type that tensors hold. Arithmetic is done in `Acc`.
+pub(crate) trait Element: WithDType + Pod {
+    /// f32, or f64 for f64.
+    type Acc: Real;
+
+    /// Converts a row to the accumulation type; lengths are equal.
+    fn widen(row: &[Self], out: &mut [Self::Acc]);
+    /// Rounds a row to the storage type; lengths are equal.
+    fn narrow(row: &[Self::Acc], out: &mut [Self]);
+    /// Rounds a whole gradient; the identity where `Acc` is the storage type.
+    fn narrow_all(values: Vec<Self::Acc>) -> Vec<Self>;
+    /// Converts one number.
+    fn to_acc(self) -> Self::Acc;
+    /// Wraps a vector of accumulators as storage of their own type.
+    fn acc_storage(values: Vec<Self::Acc>) -> CpuStorage;
+    /// The accumulators that [`Element::acc_storage`] wrapped.
+    fn acc_slice(storage: &CpuStorage) -> Result<&[Self::Acc]>;
+}
+
+macro_rules! impl_element {
+    ($element:ty, $acc:ty, $storage:ident, widen: $widen:expr, narrow: $narrow:expr, narrow_all: $narrow_all:expr, to_acc: $to_acc:expr) => {
+        impl Element for $element {
+            type Acc = $acc;
+
+            #[inline(always)]
+            fn widen(row: &[Self], out: &mut [Self::Acc]) {
+                let widen: fn(&[Self], &mut [Self::Acc]) = $widen;
+                widen(row, out)
+            }
+            #[inline(always)]
+            fn narrow(row: &[Self::Acc], out: &mut [Self]) {
+                let narrow: fn(&[Self::Acc], &mut [Self]) = $narrow;
+                narrow(row, out)
+            }
+            fn narrow_all(values: Vec<Self::Acc>) -> Vec<Self> {
+                let narrow_all: fn(Vec<Self::Acc>) -> Vec<Self> = $narrow_all;
+                narrow_all(values)
+            }
+            #[inline(always)]
+            fn to_acc(self) -> Self::Acc {
+                let to_acc: fn(Self) -> Self::Acc = $to_acc;
+                to_acc(self)
+            }
+            fn acc_storage(values: Vec<Self::Acc>) -> CpuStorage {
+                CpuStorage::$storage(values)
+            }
+            fn acc_slice(storage: &CpuStorage) -> Result<&[Self::Acc]> {
+                storage.as_slice()
+            }
+        }
+    };
+}
+
+impl_element!(f32, f32, F32,
+    widen: |row, out| out.copy_from_slice(row),
+    narrow: |row, out| out.copy_from_slice(row),
+    narrow_all: |values| values,
+    to_acc: |x| x);
+impl_element!(f64, f64, F64,
+    widen: |row, out| out.copy_from_slice(row),
+    narrow: |row, out| out.copy_from_slice(row),
+    narrow_all: |values| values,
+    to_acc: |x| x);
+impl_element!(f16, f32, F32,
+    widen: |row, out| row.convert_to_f32_slice(out),
+    narrow: |row, out| out.convert_from_f32_slice(row),
+    narrow_all: narrow_in_parallel,
+    to_acc: f16::to_f32);
+impl_element!(bf16, f32, F32,
+    // A loop of shifts, which the compiler vectorises for the instruction set of the caller.
+    widen: |row, out| {
+        for (x, out) in row.iter().zip(out) {
+            *out = f32::from_bits(u32::from(x.to_bits()) << 16);
+        }
+    },
+    narrow: |row, out| out.convert_from_f32_slice(row),
+    narrow_all: narrow_in_parallel,
+    to_acc: bf16::to_f32);
+
+/// Rounds on all threads of the current rayon pool.
+fn narrow_in_parallel<E: Element>(values: Vec<E::Acc>) -> Vec<E> {
+    const CHUNK: usize = 1 << 16;
+    let mut out: Vec<E> = bytemuck::zeroed_vec(values.len());
+    out.par_chunks_mut(CHUNK)
+        .zip(values.par_chunks(CHUNK))
+        .for_each(|(out, values)| E::narrow(values, out));
+    out
+}

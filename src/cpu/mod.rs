@@ -1,0 +1,228 @@
+//! The CPU kernels: storage to views, and the split of the work over threads.
+//!
+//! * [`forward`]: out and the softmax statistics, a query tile against all its keys;
+//! * [`decode`]: the same for a handful of query rows, bound by reading K and V;
+//! * [`backward`]: dq, dk and dv, a key tile against all its query rows;
+//! * [`rows`]: which (position, head) pairs share a tile, and loading them;
+//! * [`matmul`], [`simd`], [`buffer`], [`element`]: what these are written in.
+
+mod backward;
+mod buffer;
+mod decode;
+mod element;
+mod forward;
+mod matmul;
+mod online_softmax;
+mod rows;
+mod simd;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor, bail};
+use half::{bf16, f16};
+
+use crate::params::AttnParams;
+use element::Element;
+use rows::View;
+
+/// Runs `$call::<E>($args)` for the element type of a storage that `AttnParams` has admitted.
+macro_rules! for_dtype {
+    ($dtype:expr, $call:ident($($args:expr),*)) => {
+        match $dtype {
+            DType::F16 => $call::<f16>($($args),*),
+            DType::BF16 => $call::<bf16>($($args),*),
+            DType::F32 => $call::<f32>($($args),*),
+            DType::F64 => $call::<f64>($($args),*),
+            dtype => bail!("flash_attn: no CPU kernel for dtype {dtype:?}"),
+        }
+    };
+}
+
+/// A storage with the layout of the tensor that is seen in it.
+pub(crate) type Input<'a> = (&'a CpuStorage, &'a Layout);
+
+/// What a forward pass leaves behind.
+pub(crate) struct ForwardOutput {
+    /// `(batch, seqlen_q, num_heads, head_dim)`, contiguous.
+    pub(crate) out: CpuStorage,
+    /// `(2, batch, num_heads, seqlen_q)` in the accumulation type: the largest score of each row in
+    /// base 2, and the base-2 logarithm of the sum of the exponentials of the scores less it.
+    pub(crate) stats: CpuStorage,
+}
+
+/// Computes out and the softmax statistics.
+///
+/// With `for_backward` the scores are summed in the very order in which the backward will sum them
+/// again, so that their differences from the row's maximum are exact whatever their size.
+pub(crate) fn forward(
+    params: &AttnParams,
+    q: Input<'_>,
+    k: Input<'_>,
+    v: Input<'_>,
+    for_backward: bool,
+) -> Result<ForwardOutput> {
+    for_dtype!(q.0.dtype(), forward_typed(params, q, k, v, for_backward))
+}
+
+fn forward_typed<E: Element>(
+    params: &AttnParams,
+    q: Input<'_>,
+    k: Input<'_>,
+    v: Input<'_>,
+    for_backward: bool,
+) -> Result<ForwardOutput> {
+    let (out, stats) = forward::forward::<E>(
+        params,
+        View::new(q)?,
+        View::new(k)?,
+        View::new(v)?,
+        for_backward,
+    );
+    Ok(ForwardOutput {
+        out: E::to_cpu_storage_owned(out),
+        stats: E::acc_storage(stats),
+    })
+}
+
+/// Computes the statistics alone, for a backward that finds none.
+pub(crate) fn stats(params: &AttnParams, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<CpuStorage> {
+    let guards = [q, k, v].map(Tensor::storage_and_layout);
+    let [q, k, v] = &guards;
+    let output = forward(
+        params,
+        (cpu_storage(&q.0)?, q.1),
+        (cpu_storage(&k.0)?, k.1),
+        (cpu_storage(&v.0)?, v.1),
+        true,
+    )?;
+    Ok(output.stats)
+}
+
+/// Computes dq, dk and dv, contiguous.
+pub(crate) fn backward(
+    params: &AttnParams,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    out: &Tensor,
+    dout: &Tensor,
+    stats: &Tensor,
+) -> Result<[Tensor; 3]> {
+    for_dtype!(
+        q.dtype(),
+        backward_typed(params, [q, k, v, out, dout], stats)
+    )
+}
+
+fn backward_typed<E: Element>(
+    params: &AttnParams,
+    tensors: [&Tensor; 5],
+    stats: &Tensor,
+) -> Result<[Tensor; 3]> {
+    let guards = tensors.map(Tensor::storage_and_layout);
+    let [q, k, v, out, dout] = &guards;
+    let (stats, _) = stats.storage_and_layout();
+    let grads = backward::backward::<E>(
+        params,
+        View::new((cpu_storage(&q.0)?, q.1))?,
+        View::new((cpu_storage(&k.0)?, k.1))?,
+        View::new((cpu_storage(&v.0)?, v.1))?,
+        View::new((cpu_storage(&out.0)?, out.1))?,
+        View::new((cpu_storage(&dout.0)?, dout.1))?,
+        E::acc_slice(cpu_storage(&stats)?)?,
+    );
+    let [dq, dk, dv] = grads;
+    let device = tensors[0].device();
+    Ok([
+        Tensor::from_vec(dq, tensors[0].shape(), device)?,
+        Tensor::from_vec(dk, tensors[1].shape(), device)?,
+        Tensor::from_vec(dv, tensors[2].shape(), device)?,
+    ])
+}
+
+fn cpu_storage(storage: &Storage) -> Result<&CpuStorage> {
+    match storage {
+        Storage::Cpu(storage) => Ok(storage),
+        other => bail!(
+            "flash_attn: expected a tensor on the CPU, got one on {:?}",
+            other.device().location()
+        ),
+    }
+}
+
+/// Multiply-adds below which waking other threads costs more than it saves (about 10 microseconds).
+const SERIAL_WORK: usize = 1 << 20;
+
+/// Runs `work(scratch, item)` for all items below `count`, on as many threads as the current rayon pool
+/// has, each with one scratch of its own.
+///
+/// Items are claimed in ascending order, so an item may wait for a lower one: that one is running or
+/// done. `total_work` is a count of multiply-adds; little work stays on the calling thread.
+fn for_each_item<Scratch>(
+    count: usize,
+    total_work: usize,
+    new_scratch: impl Fn() -> Scratch + Sync,
+    work: impl Fn(&mut Scratch, usize) + Sync,
+) {
+    let next = AtomicUsize::new(0);
+    let run = || {
+        let mut scratch = new_scratch();
+        loop {
+            // Relaxed: the counter only hands out indices; the scope's end publishes the results.
+            let item = next.fetch_add(1, Ordering::Relaxed);
+            if item >= count {
+                break;
+            }
+            work(&mut scratch, item);
+        }
+    };
+    let threads = if total_work < SERIAL_WORK {
+        1
+    } else {
+        rayon::current_num_threads().min(count)
+    };
+    if threads <= 1 {
+        run();
+    } else {
+        rayon::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(|_| run());
+            }
+        });
+    }
+}
+
+/// A slice whose elements are written by several threads, each its own.
+#[derive(Clone, Copy)]
+struct SharedSlice<T> {
+    data: *mut T,
+    len: usize,
+}
+
+// SAFETY: a SharedSlice only gives access through `slice_mut`, whose caller vouches that no two threads
+// hold the same elements at the same time; T itself may be sent between threads.
+unsafe impl<T: Send> Send for SharedSlice<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for SharedSlice<T> {}
+
+impl<T> SharedSlice<T> {
+    fn new(slice: &mut [T]) -> Self {
+        Self {
+            data: slice.as_mut_ptr(),
+            len: slice.len(),
+        }
+    }
+
+    /// `len` elements from `start`.
+    ///
+    /// # Safety
+    ///
+    /// The slice that this was made from must outlive `'a`, and nobody else may hold a reference to
+    /// these elements during `'a`.
+    unsafe fn slice_mut<'a>(self, start: usize, len: usize) -> &'a mut [T] {
+        assert!(start + len <= self.len);
+        // SAFETY: in bounds by the assert; alive and exclusive by the contract above.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) }
+    }
+}

@@ -1,0 +1,278 @@
+//! The vector operations that the kernels need, for f32 and f64, over [`pulp`].
+//!
+//! A kernel is written once as a [`WithSimd`](pulp::WithSimd) over `S: Simd` and `T: Real`; pulp
+//! compiles it for AVX-512, AVX2, NEON and plain scalars, and [`arch`] picks one at run time. Nothing
+//! here knows about attention.
+
+use std::ops::{Add, Div, Mul, Sub};
+use std::sync::OnceLock;
+
+use bytemuck::Pod;
+use pulp::{Arch, Simd};
+
+/// The instruction set to run on: the best that the machine has, detected once.
+///
+/// `CANDLE_FLASH_GQA_SIMD=avx2` or `scalar` asks for a lesser one, to test and to compare.
+pub(crate) fn arch() -> Arch {
+    static ARCH: OnceLock<Arch> = OnceLock::new();
+    *ARCH.get_or_init(|| match std::env::var("CANDLE_FLASH_GQA_SIMD").as_deref() {
+        Ok("scalar") => Arch::Scalar,
+        #[cfg(target_arch = "x86_64")]
+        Ok("avx2") => pulp::x86::V3::try_new().map_or_else(Arch::new, Arch::V3),
+        _ => Arch::new(),
+    })
+}
+
+/// An accumulation type.
+pub(crate) trait Real:
+    Pod
+    + PartialOrd
+    + Send
+    + Sync
+    + Add<Output = Self>
+    + Sub<Output = Self>
+    + Mul<Output = Self>
+    + Div<Output = Self>
+{
+    /// `S::f32s` or `S::f64s`.
+    type Vector<S: Simd>: Copy;
+
+    const ZERO: Self;
+    const ONE: Self;
+    const NEG_INFINITY: Self;
+    /// The lowest finite number.
+    const LOWEST: Self;
+    /// `2^x - 1 = x * (EXP2M1[0] + EXP2M1[1] x + ...)` on [-1/2, 1/2].
+    const EXP2M1: &'static [Self];
+    /// Below this 2^x is a subnormal number, and [`exp2`] gives 0.
+    const EXP2_LOWEST: Self;
+
+    fn from_f64(x: f64) -> Self;
+    fn to_f64(self) -> f64;
+
+    fn splat<S: Simd>(simd: S, x: Self) -> Self::Vector<S>;
+    fn vadd<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
+    fn vsub<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
+    fn vmul<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
+    fn vdiv<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
+    /// `a * b + c`, fused where the machine can.
+    fn mul_add<S: Simd>(
+        simd: S,
+        a: Self::Vector<S>,
+        b: Self::Vector<S>,
+        c: Self::Vector<S>,
+    ) -> Self::Vector<S>;
+    fn abs<S: Simd>(simd: S, a: Self::Vector<S>) -> Self::Vector<S>;
+    /// The larger of two numbers; either of them if one is NaN.
+    fn max<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
+    /// `if a < b { c } else { d }` in each lane; `d` if one is NaN.
+    fn select_lt<S: Simd>(
+        simd: S,
+        a: Self::Vector<S>,
+        b: Self::Vector<S>,
+        c: Self::Vector<S>,
+        d: Self::Vector<S>,
+    ) -> Self::Vector<S>;
+    fn reduce_sum<S: Simd>(simd: S, a: Self::Vector<S>) -> Self;
+    fn reduce_max<S: Simd>(simd: S, a: Self::Vector<S>) -> Self;
+    /// Splits `x` into the nearest integer `n` and `x - n`, and returns `(x - n, 2^n)`; 2^n is 0 at
+    /// the lowest `n`.
+    fn split_exponent<S: Simd>(simd: S, x: Self::Vector<S>) -> (Self::Vector<S>, Self::Vector<S>);
+    /// The lanes of a vector.
+    fn from_vector<S: Simd>(vector: &Self::Vector<S>) -> &[Self];
+    /// A slice as whole vectors and the rest.
+    fn as_vectors<S: Simd>(slice: &[Self]) -> (&[Self::Vector<S>], &[Self]);
+    /// A mutable slice as whole vectors and the rest.
+    fn as_vectors_mut<S: Simd>(slice: &mut [Self]) -> (&mut [Self::Vector<S>], &mut [Self]);
+}
+
+/// Numbers in one vector.
+pub(crate) const fn lanes<S: Simd, T: Real>() -> usize {
+    size_of::<T::Vector<S>>() / size_of::<T>()
+}
+
+macro_rules! impl_real {
+    ($float:ident, $vector:ident, $bits:ident, $splat:ident, $add:ident, $sub:ident,
+     $mul:ident, $div:ident, $mul_add:ident, $abs:ident, $max:ident, $less:ident, $select:ident,
+     $sum:ident, $reduce_max:ident, $as_simd:ident, $as_mut_simd:ident,
+     mantissa_bits: $mantissa_bits:literal, exponent_bias: $bias:literal, exp2m1: $exp2m1:expr) => {
+        impl Real for $float {
+            type Vector<S: Simd> = S::$vector;
+
+            const ZERO: Self = 0.;
+            const ONE: Self = 1.;
+            const NEG_INFINITY: Self = $float::NEG_INFINITY;
+            const LOWEST: Self = $float::MIN;
+            const EXP2M1: &'static [Self] = &$exp2m1;
+            const EXP2_LOWEST: Self = -$bias as $float;
+
+            #[inline(always)]
+            fn from_f64(x: f64) -> Self {
+                x as $float
+            }
+            #[inline(always)]
+            fn to_f64(self) -> f64 {
+                self as f64
+            }
+            #[inline(always)]
+            fn splat<S: Simd>(simd: S, x: Self) -> Self::Vector<S> {
+                simd.$splat(x)
+            }
+            #[inline(always)]
+            fn vadd<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S> {
+                simd.$add(a, b)
+            }
+            #[inline(always)]
+            fn vsub<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S> {
+                simd.$sub(a, b)
+            }
+            #[inline(always)]
+            fn vmul<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S> {
+                simd.$mul(a, b)
+            }
+            #[inline(always)]
+            fn vdiv<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S> {
+                simd.$div(a, b)
+            }
+            #[inline(always)]
+            fn mul_add<S: Simd>(
+                simd: S,
+                a: Self::Vector<S>,
+                b: Self::Vector<S>,
+                c: Self::Vector<S>,
+            ) -> Self::Vector<S> {
+                simd.$mul_add(a, b, c)
+            }
+            #[inline(always)]
+            fn abs<S: Simd>(simd: S, a: Self::Vector<S>) -> Self::Vector<S> {
+                simd.$abs(a)
+            }
+            #[inline(always)]
+            fn max<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S> {
+                simd.$max(a, b)
+            }
+            #[inline(always)]
+            fn select_lt<S: Simd>(
+                simd: S,
+                a: Self::Vector<S>,
+                b: Self::Vector<S>,
+                c: Self::Vector<S>,
+                d: Self::Vector<S>,
+            ) -> Self::Vector<S> {
+                simd.$select(simd.$less(a, b), c, d)
+            }
+            #[inline(always)]
+            fn reduce_sum<S: Simd>(simd: S, a: Self::Vector<S>) -> Self {
+                simd.$sum(a)
+            }
+            #[inline(always)]
+            fn reduce_max<S: Simd>(simd: S, a: Self::Vector<S>) -> Self {
+                simd.$reduce_max(a)
+            }
+            #[inline(always)]
+            fn split_exponent<S: Simd>(
+                simd: S,
+                x: Self::Vector<S>,
+            ) -> (Self::Vector<S>, Self::Vector<S>) {
+                // 1.5 * 2^mantissa_bits: adding it leaves the nearest integer in the lowest bits.
+                const MAGIC: $float = (3u64 << ($mantissa_bits - 1)) as $float;
+                let magic = simd.$splat(MAGIC);
+                let shifted = simd.$add(x, magic);
+                let fraction = simd.$sub(x, simd.$sub(shifted, magic));
+                // pulp has no 64-bit shift; this loop over one vector compiles to one instruction.
+                let mut scale = shifted;
+                for word in bytemuck::cast_slice_mut::<_, $bits>(std::slice::from_mut(&mut scale)) {
+                    *word = word.wrapping_add($bias) << $mantissa_bits;
+                }
+                (fraction, scale)
+            }
+            #[inline(always)]
+            fn from_vector<S: Simd>(vector: &Self::Vector<S>) -> &[Self] {
+                bytemuck::cast_slice(std::slice::from_ref(vector))
+            }
+            #[inline(always)]
+            fn as_vectors<S: Simd>(slice: &[Self]) -> (&[Self::Vector<S>], &[Self]) {
+                S::$as_simd(slice)
+            }
+            #[inline(always)]
+            fn as_vectors_mut<S: Simd>(
+                slice: &mut [Self],
+            ) -> (&mut [Self::Vector<S>], &mut [Self]) {
+                S::$as_mut_simd(slice)
+            }
+        }
+    };
+}
+
+impl_real!(
+    f32, f32s, u32, splat_f32s, add_f32s, sub_f32s, mul_f32s, div_f32s, mul_add_e_f32s, abs_f32s,
+    max_f32s, less_than_f32s, select_f32s, reduce_sum_f32s, reduce_max_f32s, as_simd_f32s,
+    as_mut_simd_f32s,
+    mantissa_bits: 23, exponent_bias: 127,
+    // Minimax (Remez) for the relative error of 2^x: 2.6e-9.
+    exp2m1: [0.693_147_2, 0.240_226_53, 0.055_503_107, 0.009_617_693, 0.001_340_664_4, 0.000_155_946_78]
+);
+
+impl_real!(
+    f64, f64s, u64, splat_f64s, add_f64s, sub_f64s, mul_f64s, div_f64s, mul_add_e_f64s, abs_f64s,
+    max_f64s, less_than_f64s, select_f64s, reduce_sum_f64s, reduce_max_f64s, as_simd_f64s,
+    as_mut_simd_f64s,
+    mantissa_bits: 52, exponent_bias: 1023,
+    // Taylor, ln(2)^k / k!: the first term left out is below 1e-18.
+    exp2m1: [
+        0.693_147_180_559_945_3, 0.240_226_506_959_100_7, 0.055_504_108_664_821_58,
+        0.009_618_129_107_628_477, 0.001_333_355_814_642_844_3, 0.000_154_035_303_933_816_1,
+        1.525_273_380_405_984e-5, 1.321_548_679_014_431e-6, 1.017_808_600_923_97e-7,
+        7.054_911_620_801_123e-9, 4.445_538_271_870_811e-10, 2.567_843_599_348_820_5e-11,
+        1.369_148_885_390_412_9e-12
+    ]
+);
+
+/// `EXP2M1`'s polynomial: `(2^x - 1)` on [-1/2, 1/2].
+#[inline(always)]
+fn exp2m1_fraction<S: Simd, T: Real>(simd: S, x: T::Vector<S>) -> T::Vector<S> {
+    let (last, rest) = T::EXP2M1.split_last().expect("coefficients");
+    let mut sum = T::splat(simd, *last);
+    for &coefficient in rest.iter().rev() {
+        sum = T::mul_add(simd, sum, x, T::splat(simd, coefficient));
+    }
+    T::vmul(simd, sum, x)
+}
+
+/// 2^x for `x` up to the largest exponent; 0 where the result would be subnormal; NaN stays NaN.
+#[inline(always)]
+pub(crate) fn exp2<S: Simd, T: Real>(simd: S, x: T::Vector<S>) -> T::Vector<S> {
+    let lowest = T::splat(simd, T::EXP2_LOWEST);
+    let x = T::select_lt(simd, x, lowest, lowest, x);
+    let (fraction, scale) = T::split_exponent(simd, x);
+    T::mul_add(simd, scale, exp2m1_fraction::<S, T>(simd, fraction), scale)
+}
+
+/// tanh(x), accurate to a few roundings also near 0; NaN stays NaN.
+///
+/// `tanh(x) = e / (e + 2)` with `e = exp(2x) - 1`, on |x|.
+#[inline(always)]
+pub(crate) fn tanh<S: Simd, T: Real>(simd: S, x: T::Vector<S>) -> T::Vector<S> {
+    let zero = T::splat(simd, T::ZERO);
+    // Beyond 2^60 the quotient is 1 in both types.
+    let highest = T::splat(simd, T::from_f64(60.));
+    let doubled = T::vmul(
+        simd,
+        T::abs(simd, x),
+        T::splat(simd, T::from_f64(2. * std::f64::consts::LOG2_E)),
+    );
+    let doubled = T::select_lt(simd, highest, doubled, highest, doubled);
+    let (fraction, scale) = T::split_exponent(simd, doubled);
+    let exponential = T::mul_add(
+        simd,
+        scale,
+        exp2m1_fraction::<S, T>(simd, fraction),
+        T::vsub(simd, scale, T::splat(simd, T::ONE)),
+    );
+    let magnitude = T::vdiv(
+        simd,
+        exponential,
+        T::vadd(simd, exponential, T::splat(simd, T::from_f64(2.))),
+    );
+    T::select_lt(simd, x, zero, T::vsub(simd, zero, magnitude), magnitude)
+}

@@ -1,0 +1,28 @@
+//! Exact attention for [candle](https://github.com/huggingface/candle), forward **and backward**,
+//! with grouped and multi query heads.
+//!
+//! # Conventions
+//!
+//! * Tensors are `(batch, seqlen, num_heads, head_dim)`. Any strides and start offsets are taken as
+//!   they are.
+//! * Query head `h` reads key/value head `h / (num_heads / num_kv_heads)`. K and V are never
+//!   repeated; dK and dV are summed over the heads of a group before they are rounded.
+//! * The diagonal is anchored at the bottom right: query row `i` is aligned with key
+//!   `i + seqlen_k - seqlen_q`.
+//! * A row that sees no key has `out = 0`, `lse = -inf` and zero gradients.
+//! * `lse` is `(batch, num_heads, seqlen_q)`, f32, the natural logarithm of the row's sum of
+//!   exponentials, scale included.
+#[cfg(feature = "cuda")]
+compile_error!(
+    "candle-flash-gqa: this version has no CUDA kernels yet; build without `--features cuda`"
+);
+
+mod api;
+mod cpu;
+mod mask;
+mod op;
+mod params;
+mod reference;
+
+pub use api::{AttnOptions, flash_attn, flash_attn_with, flash_attn_with_lse, is_supported};
+pub use reference::reference;

@@ -1,0 +1,157 @@
+//! The `CustomOp3` over (q, k, v): chooses a backend and carries the softmax statistics from the
+//! forward to the backward.
+//!
+//! candle hands `bwd` the inputs, the output and its gradient, and nothing else. So each call makes a
+//! fresh op value with a [`StatsSlot`] in it: the forward fills the slot, the backward reads it. The
+//! slot stays empty when no input is tracked, and the backward computes the statistics again if it finds
+//! it empty. An op value that is applied twice could not tell whose statistics it holds, so the second
+//! forward empties the slot for good.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, bail};
+
+use crate::cpu;
+use crate::params::AttnParams;
+
+/// One attention call.
+pub(crate) struct FlashAttn {
+    params: AttnParams,
+    /// Whether a backward may follow.
+    tracked: bool,
+    stats: StatsSlot,
+}
+
+impl FlashAttn {
+    /// `tracked` tells whether a backward may follow, `keep_lse` whether the caller will ask for lse.
+    pub(crate) fn new(params: AttnParams, tracked: bool, keep_lse: bool) -> Self {
+        Self {
+            params,
+            tracked,
+            stats: StatsSlot {
+                state: Arc::new(Mutex::new(if tracked || keep_lse {
+                    SlotState::Wanted
+                } else {
+                    SlotState::Unwanted
+                })),
+            },
+        }
+    }
+
+    /// The slot that the forward will fill.
+    pub(crate) fn stats(&self) -> StatsSlot {
+        self.stats.clone()
+    }
+
+    fn stats_shape(&self) -> (usize, usize, usize, usize) {
+        let AttnParams {
+            batch,
+            num_heads,
+            seqlen_q,
+            ..
+        } = self.params;
+        (2, batch, num_heads, seqlen_q)
+    }
+
+    fn stats_tensor(&self, stats: CpuStorage) -> Result<Tensor> {
+        let shape = self.stats_shape();
+        match stats {
+            CpuStorage::F32(stats) => Tensor::from_vec(stats, shape, &Device::Cpu),
+            CpuStorage::F64(stats) => Tensor::from_vec(stats, shape, &Device::Cpu),
+            other => bail!(
+                "flash_attn: statistics must be F32 or F64, got {:?}",
+                other.dtype()
+            ),
+        }
+    }
+}
+
+/// The softmax statistics of one call, on their way from the forward to whoever needs them.
+#[derive(Clone)]
+pub(crate) struct StatsSlot {
+    state: Arc<Mutex<SlotState>>,
+}
+
+enum SlotState {
+    /// Nobody will ask.
+    Unwanted,
+    /// The forward has not run yet.
+    Wanted,
+    /// What the forward left: `(2, batch, num_heads, seqlen_q)`, see [`cpu::ForwardOutput`].
+    Filled(Tensor),
+    /// Two forwards ran on one op value.
+    Ambiguous,
+}
+
+impl StatsSlot {
+    fn fill(&self, stats: impl FnOnce() -> Result<Tensor>) -> Result<()> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        *state = match *state {
+            SlotState::Unwanted => SlotState::Unwanted,
+            SlotState::Wanted => SlotState::Filled(stats()?),
+            SlotState::Filled(_) | SlotState::Ambiguous => SlotState::Ambiguous,
+        };
+        Ok(())
+    }
+
+    fn get(&self) -> Option<Tensor> {
+        match &*self.state.lock().unwrap_or_else(PoisonError::into_inner) {
+            SlotState::Filled(stats) => Some(stats.clone()),
+            _ => None,
+        }
+    }
+
+    /// lse `(batch, num_heads, seqlen_q)`, F32, after the forward has run.
+    pub(crate) fn lse(&self) -> Result<Tensor> {
+        let Some(stats) = self.get() else {
+            bail!("flash_attn: the forward left no softmax statistics");
+        };
+        // In f64, since a large maximum and a small sum would lose the sum in f32.
+        let stats = stats.to_dtype(DType::F64)?;
+        let (max, log_sum) = (stats.get(0)?, stats.get(1)?);
+        ((max + log_sum)? * std::f64::consts::LN_2)?.to_dtype(DType::F32)
+    }
+}
+
+impl CustomOp3 for FlashAttn {
+    fn name(&self) -> &'static str {
+        "flash-attn"
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        q_layout: &Layout,
+        k: &CpuStorage,
+        k_layout: &Layout,
+        v: &CpuStorage,
+        v_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let cpu::ForwardOutput { out, stats } = cpu::forward(
+            &self.params,
+            (q, q_layout),
+            (k, k_layout),
+            (v, v_layout),
+            self.tracked,
+        )?;
+        self.stats.fill(|| self.stats_tensor(stats))?;
+        Ok((out, q_layout.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        out: &Tensor,
+        dout: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let stats = match self.stats.get() {
+            Some(stats) => stats,
+            None => self.stats_tensor(cpu::stats(&self.params, q, k, v)?)?,
+        };
+        let [dq, dk, dv] = cpu::backward(&self.params, q, k, v, out, dout, &stats)?;
+        Ok((Some(dq), Some(dk), Some(dv)))
+    }
+}

@@ -1,0 +1,179 @@
+//! `AttnParams`: a checked description of the problem. Every user error is raised here, before any
+//! work is done, with what was got and what was expected.
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use crate::api::{AttnOptions, is_supported, supported_dtypes};
+use crate::mask::Mask;
+
+/// One attention problem whose inputs have been checked against each other.
+#[derive(Debug, Clone)]
+pub(crate) struct AttnParams {
+    pub(crate) batch: usize,
+    pub(crate) seqlen_q: usize,
+    pub(crate) seqlen_k: usize,
+    pub(crate) num_heads: usize,
+    pub(crate) num_kv_heads: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) softmax_scale: f64,
+    /// `softcap * tanh(score / softcap)`; absent means off.
+    pub(crate) softcap: Option<f64>,
+    /// One slope for each (batch, head), row-major; absent means off.
+    pub(crate) alibi_slopes: Option<Vec<f32>>,
+    pub(crate) mask: Mask,
+}
+
+impl AttnParams {
+    /// Checks the call and derives everything that the kernels read.
+    ///
+    /// The order of the checks is the order of the `# Errors` section of
+    /// [`flash_attn_with`](crate::flash_attn_with).
+    pub(crate) fn new(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttnOptions) -> Result<Self> {
+        for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
+            if tensor.rank() != 4 {
+                bail!(
+                    "flash_attn: {name} must have 4 dimensions (batch, seqlen, num_heads, head_dim), got shape {:?}",
+                    tensor.dims()
+                );
+            }
+        }
+        let (batch, seqlen_q, num_heads, head_dim) = q.dims4()?;
+        let (_, seqlen_k, num_kv_heads, _) = k.dims4()?;
+        if k.dims() != v.dims() {
+            bail!(
+                "flash_attn: k and v must have the same shape, got k {:?} and v {:?}",
+                k.dims(),
+                v.dims()
+            );
+        }
+        if k.dims()[0] != batch {
+            bail!(
+                "flash_attn: k and v must have the batch size of q ({batch}), got {}",
+                k.dims()[0]
+            );
+        }
+        if k.dims()[3] != head_dim {
+            bail!(
+                "flash_attn: k and v must have the head_dim of q ({head_dim}), got {}",
+                k.dims()[3]
+            );
+        }
+        if num_heads == 0 || num_kv_heads == 0 || !num_heads.is_multiple_of(num_kv_heads) {
+            bail!(
+                "flash_attn: num_heads must be a positive multiple of num_kv_heads, got num_heads {num_heads} and num_kv_heads {num_kv_heads}"
+            );
+        }
+        if head_dim == 0 {
+            bail!("flash_attn: head_dim must be at least 1, got 0");
+        }
+        if q.dtype() != k.dtype() || q.dtype() != v.dtype() {
+            bail!(
+                "flash_attn: q, k and v must have the same dtype, got q {:?}, k {:?} and v {:?}",
+                q.dtype(),
+                k.dtype(),
+                v.dtype()
+            );
+        }
+        for (name, tensor) in [("k", k), ("v", v)] {
+            if !tensor.device().same_device(q.device()) {
+                bail!(
+                    "flash_attn: q, k and v must be on the same device, got q on {:?} and {name} on {:?}",
+                    q.device().location(),
+                    tensor.device().location()
+                );
+            }
+        }
+        if !is_supported(q.device(), q.dtype(), head_dim) {
+            bail!(
+                "flash_attn: no kernel for dtype {:?} and head_dim {head_dim} on {:?}; available there: {}",
+                q.dtype(),
+                q.device().location(),
+                describe_supported(q.device())
+            );
+        }
+
+        let softmax_scale = match options.softmax_scale {
+            None => 1. / (head_dim as f64).sqrt(),
+            Some(scale) if scale.is_finite() => f64::from(scale),
+            Some(scale) => bail!("flash_attn: softmax_scale must be finite, got {scale}"),
+        };
+        let softcap = match options.softcap {
+            None => None,
+            Some(cap) if cap.is_finite() && cap > 0. => Some(f64::from(cap)),
+            Some(cap) => bail!("flash_attn: softcap must be finite and above 0, got {cap}"),
+        };
+        let alibi_slopes = options
+            .alibi_slopes
+            .as_ref()
+            .map(|slopes| read_alibi_slopes(slopes, q.device(), batch, num_heads))
+            .transpose()?;
+
+        Ok(Self {
+            batch,
+            seqlen_q,
+            seqlen_k,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            softmax_scale,
+            softcap,
+            alibi_slopes,
+            mask: Mask::new(
+                seqlen_q,
+                seqlen_k,
+                options.causal,
+                options.window_left,
+                options.window_right,
+            ),
+        })
+    }
+
+    /// Query heads that share one key/value head.
+    pub(crate) fn group_size(&self) -> usize {
+        self.num_heads / self.num_kv_heads
+    }
+}
+
+/// The slopes as `batch * num_heads` values, row-major.
+fn read_alibi_slopes(
+    slopes: &Tensor,
+    device: &Device,
+    batch: usize,
+    num_heads: usize,
+) -> Result<Vec<f32>> {
+    if slopes.dtype() != DType::F32 {
+        bail!(
+            "flash_attn: alibi_slopes must be F32, got {:?}",
+            slopes.dtype()
+        );
+    }
+    if !slopes.device().same_device(device) {
+        bail!(
+            "flash_attn: alibi_slopes must be on the device of q ({:?}), got {:?}",
+            device.location(),
+            slopes.device().location()
+        );
+    }
+    if slopes.dims() != [num_heads] && slopes.dims() != [batch, num_heads] {
+        bail!(
+            "flash_attn: alibi_slopes must have shape ({num_heads}) or ({batch}, {num_heads}), got {:?}",
+            slopes.dims()
+        );
+    }
+    let values = slopes
+        .broadcast_as((batch, num_heads))?
+        .flatten_all()?
+        .to_vec1::<f32>()?;
+    if let Some(slope) = values.iter().find(|slope| !slope.is_finite()) {
+        bail!("flash_attn: alibi_slopes must be finite, got {slope}");
+    }
+    Ok(values)
+}
+
+/// What [`is_supported`] admits on a device, for error messages.
+fn describe_supported(device: &Device) -> String {
+    match supported_dtypes(device) {
+        [] => "nothing (this build has CPU kernels only)".to_string(),
+        dtypes => format!("{dtypes:?} with any head_dim from 1"),
+    }
+}
