@@ -360,7 +360,7 @@ impl<E: Element> WithSimd for LoadKeys<'_, E> {
             ..
         } = scratch;
         let (count, head_dim) = (keys.len(), params.head_dim);
-        k.load_tile(batch, keys.clone(), kv_head, k_tile);
+        k.load_tile(batch, keys.clone(), kv_head, 0, k_tile);
         k_t.load_transposed(count, head_dim, E::Acc::ONE, staging, |row, line| {
             line.copy_from_slice(k_tile.row(row, head_dim));
         });

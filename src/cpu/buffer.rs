@@ -4,7 +4,7 @@ use bytemuck::{Pod, Zeroable};
 
 use super::simd::Real;
 
-const LINE_BYTES: usize = 64;
+pub(crate) const LINE_BYTES: usize = 64;
 
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C, align(64))]

@@ -51,8 +51,12 @@ const fn tile_sizes<T>(head_dim: usize) -> (usize, usize) {
 /// Fewer work items than this are split over keys. It is a constant, not the number of threads, so that
 /// the bits of the result do not depend on the machine's cores.
 const MIN_ITEMS: usize = 32;
-/// Keys in a part at least: below, combining the parts costs more than it gains.
-const MIN_KEYS_OF_PART: usize = 512;
+
+/// Keys in a part at least: with fewer, loading the queries again and combining the parts costs more
+/// than other cores gain. A handful of rows costs little of either.
+const fn min_keys_of_part(few_rows: bool) -> usize {
+    if few_rows { 128 } else { 512 }
+}
 
 /// Computes `(out, stats)`; see [`ForwardOutput`](super::ForwardOutput) for their shapes.
 pub(crate) fn forward<E: Element>(
@@ -82,42 +86,33 @@ pub(crate) fn forward<E: Element>(
     let tiling = RowTiling::new(params, max_rows);
     // The few-row kernel sums scores in another order than the backward does.
     let few_rows = !for_backward && tiling.max_rows() <= decode::MAX_ROWS;
-    let tiles = batch * num_kv_heads * tiling.head_blocks * tiling.m_tiles;
+    // It also takes all heads together: they lie side by side in K and V, on the same pages.
+    let tiles_of_item = if few_rows { num_kv_heads } else { 1 };
+    let items = batch * num_kv_heads * tiling.head_blocks * tiling.m_tiles / tiles_of_item;
     let parts = MIN_ITEMS
-        .div_ceil(tiles)
-        .min(seqlen_k / MIN_KEYS_OF_PART)
+        .div_ceil(items)
+        .min(seqlen_k / min_keys_of_part(few_rows))
         .max(1);
 
-    let mut partial = Partial {
-        out: bytemuck::zeroed_vec(if parts > 1 {
-            parts * stats_len * head_dim
-        } else {
-            0
-        }),
-        max: vec![E::Acc::NEG_INFINITY; if parts > 1 { parts * stats_len } else { 0 }],
-        sum: vec![E::Acc::ZERO; if parts > 1 { parts * stats_len } else { 0 }],
-    };
+    let mut partial =
+        Partial::<E::Acc>::new(if parts > 1 { parts * stats_len } else { 0 }, head_dim);
     let shared_out = SharedSlice::new(&mut out);
     let shared_stats = SharedSlice::new(&mut stats);
-    let shared_partial = (
-        SharedSlice::new(&mut partial.out),
-        SharedSlice::new(&mut partial.max),
-        SharedSlice::new(&mut partial.sum),
-    );
+    let shared_partial = partial.share();
 
     for_each_item(
-        tiles * parts,
+        items * parts,
         stats_len * seqlen_k * head_dim * 2,
-        || Scratch::<E::Acc>::new(head_dim, tiling.max_rows(), max_keys, few_rows),
+        || {
+            let rows = tiling.max_rows();
+            Scratch::<E::Acc>::new(head_dim, rows, max_keys, few_rows.then_some(tiles_of_item))
+        },
         |scratch, item| {
-            // The last tiles of a causal problem have the most keys and come first.
             let (item, part) = (item / parts, item % parts);
-            let (item, head_block) = (item / tiling.head_blocks, item % tiling.head_blocks);
-            let heads = batch * num_kv_heads;
-            let (m_tile, batch_and_head) = (tiling.m_tiles - 1 - item / heads, item % heads);
-            let (batch, kv_head) = tiling.batch_and_kv_head(batch_and_head);
-            let tile = tiling.tile(batch, kv_head, head_block, m_tile);
-            let visible = params.mask.keys_of_rows(tile.positions.clone());
+            let tiles: Vec<RowTile> = (item * tiles_of_item..(item + 1) * tiles_of_item)
+                .map(|index| tiling.longest_first(batch, index))
+                .collect();
+            let visible = params.mask.keys_of_rows(tiles[0].positions.clone());
             let keys = visible.start + visible.len() * part / parts
                 ..visible.start + visible.len() * (part + 1) / parts;
 
@@ -126,39 +121,39 @@ pub(crate) fn forward<E: Element>(
                 q,
                 k,
                 v,
-                tile: &tile,
+                tiles: &tiles,
                 keys,
                 max_keys,
                 few_rows,
                 scratch,
             });
 
-            for row in 0..tile.rows() {
-                let (position, head) = tile.row(row);
-                let out_row = (tile.batch * seqlen_q + position) * num_heads + head;
-                let stats_row = (tile.batch * num_heads + head) * seqlen_q + position;
-                let (max, sum) = (scratch.softmax.max[row], scratch.softmax.sum[row]);
-                let acc = scratch.out.row_mut(row, head_dim);
-                // SAFETY: each (batch, position, head) is in exactly one tile and each part of it in
-                // one item, so no other item touches these elements; all slices outlive the call.
-                unsafe {
-                    if parts == 1 {
-                        finish_row::<E>(
-                            acc,
-                            max,
-                            sum,
-                            shared_out.slice_mut(out_row * head_dim, head_dim),
-                            &mut shared_stats.slice_mut(stats_row, 1)[0],
-                            &mut shared_stats.slice_mut(stats_len + stats_row, 1)[0],
-                        );
-                    } else {
-                        let (outs, maxima, sums) = shared_partial;
-                        let row = part * stats_len + out_row;
-                        outs.slice_mut(row * head_dim, head_dim)
-                            .copy_from_slice(acc);
-                        maxima.slice_mut(row, 1)[0] = max;
-                        sums.slice_mut(row, 1)[0] = sum;
+            let mut line = 0;
+            for tile in &tiles {
+                for row in 0..tile.rows() {
+                    let (position, head) = tile.row(row);
+                    let out_row = (tile.batch * seqlen_q + position) * num_heads + head;
+                    let stats_row = (tile.batch * num_heads + head) * seqlen_q + position;
+                    let (max, sum) = (scratch.softmax.max[line], scratch.softmax.sum[line]);
+                    let acc = scratch.out.row_mut(line, head_dim);
+                    // SAFETY: each (batch, position, head) is in exactly one tile and each part of it
+                    // in one item, so no other item touches these elements; all slices outlive the
+                    // call.
+                    unsafe {
+                        if parts == 1 {
+                            finish_row::<E>(
+                                acc,
+                                max,
+                                sum,
+                                shared_out.slice_mut(out_row * head_dim, head_dim),
+                                &mut shared_stats.slice_mut(stats_row, 1)[0],
+                                &mut shared_stats.slice_mut(stats_len + stats_row, 1)[0],
+                            );
+                        } else {
+                            shared_partial.store(part * stats_len + out_row, acc, max, sum);
+                        }
                     }
+                    line += 1;
                 }
             }
         },
@@ -197,6 +192,48 @@ struct Partial<T> {
     sum: Vec<T>,
 }
 
+impl<T: Real> Partial<T> {
+    fn new(rows: usize, head_dim: usize) -> Self {
+        Self {
+            out: bytemuck::zeroed_vec(rows * head_dim),
+            max: vec![T::NEG_INFINITY; rows],
+            sum: vec![T::ZERO; rows],
+        }
+    }
+
+    fn share(&mut self) -> SharedPartial<T> {
+        SharedPartial {
+            out: SharedSlice::new(&mut self.out),
+            max: SharedSlice::new(&mut self.max),
+            sum: SharedSlice::new(&mut self.sum),
+        }
+    }
+}
+
+/// A [`Partial`] whose rows are written by several threads.
+#[derive(Clone, Copy)]
+struct SharedPartial<T> {
+    out: SharedSlice<T>,
+    max: SharedSlice<T>,
+    sum: SharedSlice<T>,
+}
+
+impl<T: Real> SharedPartial<T> {
+    /// # Safety
+    ///
+    /// The `Partial` must be alive, and no other thread may store this row.
+    unsafe fn store(self, row: usize, out: &[T], max: T, sum: T) {
+        // SAFETY: passed on from the caller.
+        unsafe {
+            self.out
+                .slice_mut(row * out.len(), out.len())
+                .copy_from_slice(out);
+            self.max.slice_mut(row, 1)[0] = max;
+            self.sum.slice_mut(row, 1)[0] = sum;
+        }
+    }
+}
+
 /// Adds up the parts of every row, in order.
 fn combine<E: Element>(
     params: &AttnParams,
@@ -219,17 +256,17 @@ fn combine<E: Element>(
             .map(|part| partial.max[part * rows + row])
             .fold(E::Acc::NEG_INFINITY, |a, b| if b > a { b } else { a });
         acc.fill(E::Acc::ZERO);
-        let mut sum = 0.;
+        let mut sum = E::Acc::ZERO;
         for part in 0..parts {
             let row = part * rows + row;
             // A part without visible keys has sum 0, and its maximum, -inf, must not be subtracted.
             if partial.sum[row] == E::Acc::ZERO {
                 continue;
             }
-            let weight = (partial.max[row].to_f64() - max.to_f64()).exp2();
-            sum += partial.sum[row].to_f64() * weight;
-            for (acc, x) in acc.iter_mut().zip(&partial.out[row * head_dim..]) {
-                *acc = E::Acc::from_f64(acc.to_f64() + x.to_f64() * weight);
+            let weight = E::Acc::from_f64((partial.max[row].to_f64() - max.to_f64()).exp2());
+            sum = sum + partial.sum[row] * weight;
+            for (acc, &x) in acc.iter_mut().zip(&partial.out[row * head_dim..]) {
+                *acc = *acc + x * weight;
             }
         }
         let (batch, position, head) = (
@@ -241,7 +278,7 @@ fn combine<E: Element>(
         finish_row::<E>(
             &mut acc,
             max,
-            E::Acc::from_f64(sum),
+            sum,
             &mut out[row * head_dim..][..head_dim],
             &mut maxima[stats_row],
             &mut log_sums[stats_row],
@@ -251,7 +288,7 @@ fn combine<E: Element>(
 
 /// The tiles that one thread works in.
 pub(crate) struct Scratch<T> {
-    /// `(head_dim, rows)`: scaled q, transposed. With few rows `(rows, head_dim)`.
+    /// `(head_dim, rows)`: scaled q, transposed. With few rows `(num_kv_heads * rows, head_dim)`.
     pub(crate) q: Tile<T>,
     /// Rows on their way into a transposed tile.
     staging: Tile<T>,
@@ -261,39 +298,41 @@ pub(crate) struct Scratch<T> {
     pub(crate) v: Tile<T>,
     /// `(keys, rows)`: scores, then probabilities. With few rows `(rows, keys)`.
     pub(crate) scores: Tile<T>,
-    /// `(rows, head_dim)`, unnormalised.
+    /// `(rows, head_dim)`, unnormalised; the rows of all tiles of an item, one below the other.
     pub(crate) out: Tile<T>,
     pub(crate) softmax: OnlineSoftmax<T>,
     pub(crate) alibi: Alibi<T>,
 }
 
 impl<T: Real> Scratch<T> {
-    fn new(head_dim: usize, rows: usize, keys: usize, few_rows: bool) -> Self {
-        let (q, scores) = if few_rows {
-            (Tile::new(rows, head_dim), Tile::new(rows, keys))
-        } else {
-            (Tile::new(head_dim, rows), Tile::new(keys, rows))
+    /// `few_rows_tiles` is the number of tiles that the few-row kernel takes together, if it is used.
+    fn new(head_dim: usize, rows: usize, keys: usize, few_rows_tiles: Option<usize>) -> Self {
+        let (q, scores) = match few_rows_tiles {
+            Some(tiles) => (Tile::new(tiles * rows, head_dim), Tile::new(rows, keys)),
+            None => (Tile::new(head_dim, rows), Tile::new(keys, rows)),
         };
+        let all_rows = few_rows_tiles.unwrap_or(1) * rows;
         Self {
             q,
             staging: Tile::new(TRANSPOSED_ROWS, head_dim),
             k: Tile::new(keys, head_dim),
             v: Tile::new(keys, head_dim),
             scores,
-            out: Tile::new(rows, head_dim),
-            softmax: OnlineSoftmax::new(rows),
+            out: Tile::new(all_rows, head_dim),
+            softmax: OnlineSoftmax::new(all_rows),
             alibi: Alibi::new(rows),
         }
     }
 }
 
-/// The attention of the rows of `tile` to `keys`; leaves out, max and sum in the scratch.
+/// The attention of the rows of `tiles` to `keys`; leaves out, max and sum in the scratch.
 pub(crate) struct Attend<'a, E: Element> {
     pub(crate) params: &'a AttnParams,
     pub(crate) q: View<'a, E>,
     pub(crate) k: View<'a, E>,
     pub(crate) v: View<'a, E>,
-    pub(crate) tile: &'a RowTile,
+    /// One tile, or with few rows those of all key/value heads.
+    pub(crate) tiles: &'a [RowTile],
     pub(crate) keys: Range<usize>,
     /// Keys in one tile.
     pub(crate) max_keys: usize,
@@ -308,7 +347,7 @@ impl<E: Element> WithSimd for Attend<'_, E> {
     fn with_simd<S: Simd>(self, simd: S) {
         self.scratch.softmax.reset();
         let cols = padded::<E::Acc>(self.params.head_dim);
-        for row in 0..self.tile.rows() {
+        for row in 0..self.tiles.iter().map(RowTile::rows).sum() {
             self.scratch.out.row_mut(row, cols).fill(E::Acc::ZERO);
         }
         if self.few_rows {
@@ -326,12 +365,13 @@ fn attend<S: Simd, E: Element>(simd: S, attend: Attend<'_, E>) {
         q,
         k,
         v,
-        tile,
+        tiles,
         keys,
         max_keys,
         scratch,
         ..
     } = attend;
+    let tile = &tiles[0];
     let scaling = Scaling::<E::Acc>::new(params);
     let cols = padded::<E::Acc>(params.head_dim);
     let rows = tile.rows();
@@ -353,10 +393,16 @@ fn attend<S: Simd, E: Element>(simd: S, attend: Attend<'_, E>) {
             .mask
             .all_visible(tile.positions.clone(), keys.clone());
 
-        k.load_tile(tile.batch, keys.clone(), tile.kv_head, &mut scratch.k);
+        k.load_tile(tile.batch, keys.clone(), tile.kv_head, 0, &mut scratch.k);
         multiply_scores(simd, params, tile, keys.clone(), masked, scratch);
         if let Some(factor) = scaling.softcap {
-            softcap(simd, factor, keys.len(), rows, &mut scratch.scores);
+            for key in 0..keys.len() {
+                softcap(
+                    simd,
+                    factor,
+                    scratch.scores.row_mut(key, padded::<E::Acc>(rows)),
+                );
+            }
         }
         if let Some(slopes) = &params.alibi_slopes {
             scratch.alibi.set(params, slopes, tile, keys.start);
@@ -369,9 +415,9 @@ fn attend<S: Simd, E: Element>(simd: S, attend: Attend<'_, E>) {
         scratch
             .softmax
             .update(simd, &mut scratch.scores, keys.len(), rows);
-        rescale_rows(&scratch.softmax.rescale, rows, cols, &mut scratch.out);
+        rescale_rows(&scratch.softmax.rescale, 0..rows, cols, &mut scratch.out);
 
-        v.load_tile(tile.batch, keys.clone(), tile.kv_head, &mut scratch.v);
+        v.load_tile(tile.batch, keys.clone(), tile.kv_head, 0, &mut scratch.v);
         multiply_values(simd, params, tile, keys.clone(), masked, scratch);
         first_key = keys.end;
     }
@@ -485,21 +531,12 @@ fn multiply_values<S: Simd, T: Real>(
     }
 }
 
-/// `factor * tanh(scores)`.
+/// `factor * tanh(scores)`, on whole vectors.
 #[inline(always)]
-pub(crate) fn softcap<S: Simd, T: Real>(
-    simd: S,
-    factor: T,
-    lines: usize,
-    cols: usize,
-    scores: &mut Tile<T>,
-) {
+pub(crate) fn softcap<S: Simd, T: Real>(simd: S, factor: T, scores: &mut [T]) {
     let factor = T::splat(simd, factor);
-    for line in 0..lines {
-        let (vectors, _) = T::as_vectors_mut::<S>(scores.row_mut(line, padded::<T>(cols)));
-        for vector in vectors {
-            *vector = T::vmul(simd, factor, tanh::<S, T>(simd, *vector));
-        }
+    for vector in T::as_vectors_mut::<S>(scores).0 {
+        *vector = T::vmul(simd, factor, tanh::<S, T>(simd, *vector));
     }
 }
 
@@ -547,8 +584,14 @@ fn mask_scores<T: Real>(
 
 /// Multiplies each row by its factor; most rows have factor 1 after the first few tiles.
 #[inline(always)]
-pub(crate) fn rescale_rows<T: Real>(rescale: &[T], rows: usize, cols: usize, out: &mut Tile<T>) {
-    for (row, &factor) in rescale[..rows].iter().enumerate() {
+pub(crate) fn rescale_rows<T: Real>(
+    rescale: &[T],
+    rows: Range<usize>,
+    cols: usize,
+    out: &mut Tile<T>,
+) {
+    for row in rows {
+        let factor = rescale[row];
         if factor != T::ONE {
             for x in out.row_mut(row, cols) {
                 *x = *x * factor;

@@ -182,15 +182,13 @@ fn for_each_item<Scratch>(
     } else {
         rayon::current_num_threads().min(count)
     };
-    if threads <= 1 {
+    // The calling thread works too, so that nothing waits for another one to wake up.
+    rayon::in_place_scope(|scope| {
+        for _ in 1..threads {
+            scope.spawn(|_| run());
+        }
         run();
-    } else {
-        rayon::scope(|scope| {
-            for _ in 0..threads {
-                scope.spawn(|_| run());
-            }
-        });
-    }
+    });
 }
 
 /// A slice whose elements are written by several threads, each its own.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::Result;
 
 use super::Input;
-use super::buffer::{Tile, padded};
+use super::buffer::{LINE_BYTES, Tile, padded};
 use super::element::Element;
 use super::simd::Real;
 use crate::params::AttnParams;
@@ -44,19 +44,48 @@ impl<'a, E: Element> View<'a, E> {
         }
     }
 
-    /// Converts the rows of `positions` of one head, one below the other.
+    /// Converts the rows of `positions` of one head into the tile, from `first_row` on.
     #[inline(always)]
     pub(crate) fn load_tile(
         &self,
         batch: usize,
         positions: Range<usize>,
         head: usize,
+        first_row: usize,
         tile: &mut Tile<E::Acc>,
     ) {
         for (row, position) in positions.enumerate() {
-            self.load(batch, position, head, tile.row_mut(row, self.head_dim));
+            let out = tile.row_mut(first_row + row, self.head_dim);
+            self.load(batch, position, head, out);
         }
     }
+
+    /// Asks for the rows of `positions` of one head to be brought into cache.
+    #[inline(always)]
+    pub(crate) fn prefetch(&self, batch: usize, positions: Range<usize>, head: usize) {
+        let [batch_stride, seqlen_stride, head_stride, stride] = self.strides;
+        let row_bytes = (self.head_dim - 1) * stride * size_of::<E>();
+        for position in positions {
+            let start = batch * batch_stride + position * seqlen_stride + head * head_stride;
+            if let Some(first) = self.data.get(start) {
+                prefetch_bytes(first, row_bytes + 1);
+            }
+        }
+    }
+}
+
+/// Asks for the cache lines of `len` bytes from `start` on; a hint that reads nothing.
+#[inline(always)]
+fn prefetch_bytes<E>(start: &E, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for offset in (0..len).step_by(LINE_BYTES) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        let address = std::ptr::from_ref(start).cast::<i8>().wrapping_add(offset);
+        // SAFETY: a prefetch never faults, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(address) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (start, len);
 }
 
 /// The query rows of one tile: `positions` x `heads`, the heads of a position side by side.
@@ -154,6 +183,20 @@ impl RowTiling {
             positions: first.min(self.seqlen_q)..(first + self.positions).min(self.seqlen_q),
             heads: first_head..last_head,
         }
+    }
+
+    /// The tile of an index below `batch * num_kv_heads * head_blocks * m_tiles`. The last query
+    /// positions come first: in a causal problem they have the most keys.
+    pub(crate) fn longest_first(&self, batch: usize, index: usize) -> RowTile {
+        let (index, head_block) = (index / self.head_blocks, index % self.head_blocks);
+        let kv_heads = batch * self.num_kv_heads;
+        let (batch, kv_head) = self.batch_and_kv_head(index % kv_heads);
+        self.tile(
+            batch,
+            kv_head,
+            head_block,
+            self.m_tiles - 1 - index / kv_heads,
+        )
     }
 
     /// The m tiles that hold at least one of `positions`.
