@@ -27,9 +27,10 @@ pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttnOptions) -> R
         ..
     } = params;
     if batch == 0 || seqlen_q == 0 || seqlen_k == 0 {
-        // Keeps the inputs in the graph, so that they get gradients (of zeros) like in any other call.
-        let empty_sum = (k.sum_all()? + v.sum_all()?)?;
-        return (q * 0.)?.broadcast_add(&(empty_sum * 0.)?);
+        // Zeros, by differences that keep the inputs in the graph: they get gradients, of zeros, like in
+        // any other call.
+        let nothing = ((k - k)?.sum_all()? + (v - v)?.sum_all()?)?;
+        return (q - q)?.broadcast_add(&nothing);
     }
     let group_size = params.group_size();
 

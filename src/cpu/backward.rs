@@ -35,7 +35,7 @@ use pulp::{Simd, WithSimd};
 use super::buffer::{TRANSPOSED_ROWS, Tile, padded};
 use super::element::Element;
 use super::forward::all_finite;
-use super::matmul::{Begin, Lhs, Out, Rhs, product};
+use super::matmul::{Begin, Lhs, Out, Product, Rhs};
 use super::rows::{Alibi, RowTile, RowTiling, Scaling, View};
 use super::simd::{Real, arch, exp2, tanh};
 use super::{SharedSlice, for_each_item};
@@ -177,44 +177,91 @@ fn row_sums<E: Element>(params: &AttnParams, out: View<'_, E>, dout: View<'_, E>
     } = *params;
     let mut delta = vec![E::Acc::ZERO; batch * num_heads * seqlen_q];
     let shared = SharedSlice::new(&mut delta);
-    const POSITIONS: usize = 64;
-    let blocks = seqlen_q.div_ceil(POSITIONS);
+    let blocks = seqlen_q.div_ceil(TRANSPOSED_ROWS);
     for_each_item(
-        batch * blocks,
+        batch * num_heads * blocks,
         batch * num_heads * seqlen_q * head_dim,
-        || [vec![E::Acc::ZERO; head_dim], vec![E::Acc::ZERO; head_dim]],
-        |[out_row, dout_row], item| {
-            let (batch, block) = (item / blocks, item % blocks);
-            for position in block * POSITIONS..((block + 1) * POSITIONS).min(seqlen_q) {
-                for head in 0..num_heads {
-                    out.load(batch, position, head, out_row);
-                    dout.load(batch, position, head, dout_row);
-                    let row = (batch * num_heads + head) * seqlen_q + position;
-                    // SAFETY: each row is in exactly one item; delta outlives the call.
-                    let delta = unsafe { shared.slice_mut(row, 1) };
-                    delta[0] = dot(out_row, dout_row);
-                }
-            }
+        || RowSumScratch::new(head_dim),
+        |scratch, item| {
+            let (head_index, block) = (item / blocks, item % blocks);
+            let first = block * TRANSPOSED_ROWS;
+            let positions = first..(first + TRANSPOSED_ROWS).min(seqlen_q);
+            // SAFETY: each row is in exactly one item; delta outlives the call.
+            let sums = unsafe { shared.slice_mut(head_index * seqlen_q + first, positions.len()) };
+            arch().dispatch(RowSums {
+                out,
+                dout,
+                batch: head_index / num_heads,
+                head: head_index % num_heads,
+                positions,
+                head_dim,
+                scratch,
+                sums,
+            });
         },
     );
     delta
 }
 
-/// The dot product, in eight running sums so that it vectorises.
-fn dot<T: Real>(a: &[T], b: &[T]) -> T {
-    const SUMS: usize = 8;
-    let mut sums = [T::ZERO; SUMS];
-    let (a_chunks, b_chunks) = (a.chunks_exact(SUMS), b.chunks_exact(SUMS));
-    let tail = a_chunks.remainder().iter().zip(b_chunks.remainder());
-    for (sum, (&a, &b)) in sums.iter_mut().zip(tail) {
-        *sum = a * b;
-    }
-    for (a, b) in a_chunks.zip(b_chunks) {
-        for ((sum, &a), &b) in sums.iter_mut().zip(a).zip(b) {
-            *sum = *sum + a * b;
+struct RowSumScratch<T> {
+    /// `(head_dim, TRANSPOSED_ROWS)`.
+    out_t: Tile<T>,
+    dout_t: Tile<T>,
+    staging: Tile<T>,
+}
+
+impl<T: Real> RowSumScratch<T> {
+    fn new(head_dim: usize) -> Self {
+        Self {
+            out_t: Tile::new(head_dim, TRANSPOSED_ROWS),
+            dout_t: Tile::new(head_dim, TRANSPOSED_ROWS),
+            staging: Tile::new(TRANSPOSED_ROWS, head_dim),
         }
     }
-    sums.into_iter().fold(T::ZERO, |total, sum| total + sum)
+}
+
+/// The row sums of up to `TRANSPOSED_ROWS` positions of one head, a row a lane.
+///
+/// Each is summed in the order in which the tile product sums `dout · v`: a row that sees one key has
+/// `out = v`, and the difference of the two, which is its gradient, is then exactly 0.
+struct RowSums<'a, E: Element> {
+    out: View<'a, E>,
+    dout: View<'a, E>,
+    batch: usize,
+    head: usize,
+    positions: Range<usize>,
+    head_dim: usize,
+    scratch: &'a mut RowSumScratch<E::Acc>,
+    sums: &'a mut [E::Acc],
+}
+
+impl<E: Element> WithSimd for RowSums<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let RowSumScratch {
+            out_t,
+            dout_t,
+            staging,
+        } = self.scratch;
+        let (count, head_dim) = (self.positions.len(), self.head_dim);
+        for (tile, view) in [(&mut *out_t, self.out), (&mut *dout_t, self.dout)] {
+            tile.load_transposed(count, head_dim, E::Acc::ONE, staging, |row, line| {
+                view.load(self.batch, self.positions.start + row, self.head, line);
+            });
+        }
+        let mut sums = [E::Acc::ZERO; TRANSPOSED_ROWS];
+        let (vectors, _) = E::Acc::as_vectors_mut::<S>(&mut sums);
+        for d in 0..head_dim {
+            let (out, _) = E::Acc::as_vectors::<S>(out_t.row(d, TRANSPOSED_ROWS));
+            let (dout, _) = E::Acc::as_vectors::<S>(dout_t.row(d, TRANSPOSED_ROWS));
+            for ((sum, &out), &dout) in vectors.iter_mut().zip(out).zip(dout) {
+                *sum = E::Acc::mul_add(simd, dout, out, *sum);
+            }
+        }
+        self.sums.copy_from_slice(&sums[..count]);
+    }
 }
 
 /// Whose turn it is to add to each query tile's dq.
@@ -360,7 +407,7 @@ impl<E: Element> WithSimd for LoadKeys<'_, E> {
             ..
         } = scratch;
         let (count, head_dim) = (keys.len(), params.head_dim);
-        k.load_tile(batch, keys.clone(), kv_head, 0, k_tile);
+        k.load_tile(batch, keys.clone(), kv_head, k_tile);
         k_t.load_transposed(count, head_dim, E::Acc::ONE, staging, |row, line| {
             line.copy_from_slice(k_tile.row(row, head_dim));
         });
@@ -468,8 +515,9 @@ fn row_gradient<S: Simd, T: Real>(
     let (position, head) = band.tile.row(row);
     let index = (band.tile.batch * params.num_heads + head) * params.seqlen_q + position;
     let (maxima, log_sums) = rows.stats.split_at(rows.stats.len() / 2);
-    // A row without keys has maximum -inf; +inf in its place makes its probabilities 0.
-    let (max, log_sum) = if maxima[index] == T::NEG_INFINITY {
+    // A row without keys has sum 0; a maximum of +inf makes its probabilities 0. A NaN sum goes on, and
+    // makes them NaN.
+    let (max, log_sum) = if log_sums[index] == T::NEG_INFINITY {
         (T::ZERO - T::NEG_INFINITY, T::ZERO)
     } else {
         (maxima[index], log_sums[index])
@@ -562,26 +610,25 @@ impl Band<'_> {
         for_blocks(self.tile.rows(), self.block, |block| {
             let (start, end) = whole_lines::<T>(&self.keys_of_rows(block.clone()));
             let out_stride = out.stride();
-            product(
-                simd,
-                block.len(),
-                end - start,
-                0..self.params.head_dim,
-                Lhs {
+            simd.vectorize(Product {
+                rows: block.len(),
+                cols: end - start,
+                inner: 0..self.params.head_dim,
+                lhs: Lhs {
                     data: &lhs.data()[block.start * lhs.stride()..],
                     row_stride: lhs.stride(),
                     col_stride: 1,
                 },
-                Rhs {
+                rhs: Rhs {
                     data: &rhs_t.data()[start..],
                     row_stride: rhs_t.stride(),
                 },
-                Out {
+                out: Out {
                     data: &mut out.data_mut()[block.start * out_stride + start..],
                     row_stride: out_stride,
                 },
-                Begin::Zero,
-            );
+                begin: Begin::Zero,
+            });
         });
     }
 
@@ -596,26 +643,25 @@ impl Band<'_> {
     ) {
         for_blocks(self.keys.len(), self.block, |block| {
             let out_stride = out.stride();
-            product(
-                simd,
-                block.len(),
-                padded::<T>(self.params.head_dim),
-                self.rows_of_keys(block.clone()),
-                Lhs {
+            simd.vectorize(Product {
+                rows: block.len(),
+                cols: padded::<T>(self.params.head_dim),
+                inner: self.rows_of_keys(block.clone()),
+                lhs: Lhs {
                     data: &lhs.data()[block.start..],
                     row_stride: 1,
                     col_stride: lhs.stride(),
                 },
-                Rhs {
+                rhs: Rhs {
                     data: rhs.data(),
                     row_stride: rhs.stride(),
                 },
-                Out {
+                out: Out {
                     data: &mut out.data_mut()[block.start * out_stride..],
                     row_stride: out_stride,
                 },
-                Begin::Add,
-            );
+                begin: Begin::Add,
+            });
         });
     }
 
@@ -630,26 +676,25 @@ impl Band<'_> {
     ) {
         for_blocks(self.tile.rows(), self.block, |block| {
             let out_stride = out.stride();
-            product(
-                simd,
-                block.len(),
-                padded::<T>(self.params.head_dim),
-                self.keys_of_rows(block.clone()),
-                Lhs {
+            simd.vectorize(Product {
+                rows: block.len(),
+                cols: padded::<T>(self.params.head_dim),
+                inner: self.keys_of_rows(block.clone()),
+                lhs: Lhs {
                     data: &lhs.data()[block.start * lhs.stride()..],
                     row_stride: lhs.stride(),
                     col_stride: 1,
                 },
-                Rhs {
+                rhs: Rhs {
                     data: rhs.data(),
                     row_stride: rhs.stride(),
                 },
-                Out {
+                out: Out {
                     data: &mut out.data_mut()[block.start * out_stride..],
                     row_stride: out_stride,
                 },
-                Begin::Zero,
-            );
+                begin: Begin::Zero,
+            });
         });
     }
 }

@@ -15,6 +15,8 @@ pub(crate) trait Element: WithDType + Pod {
 
     /// Converts a row to the accumulation type; lengths are equal.
     fn widen(row: &[Self], out: &mut [Self::Acc]);
+    /// The same numbers, where `Acc` is the storage type.
+    fn as_acc(numbers: &[Self]) -> Option<&[Self::Acc]>;
     /// Rounds a row to the storage type; lengths are equal.
     fn narrow(row: &[Self::Acc], out: &mut [Self]);
     /// Rounds a whole gradient; the identity where `Acc` is the storage type.
@@ -28,7 +30,7 @@ pub(crate) trait Element: WithDType + Pod {
 }
 
 macro_rules! impl_element {
-    ($element:ty, $acc:ty, $storage:ident, widen: $widen:expr, narrow: $narrow:expr, narrow_all: $narrow_all:expr, to_acc: $to_acc:expr) => {
+    ($element:ty, $acc:ty, $storage:ident, widen: $widen:expr, as_acc: $as_acc:expr, narrow: $narrow:expr, narrow_all: $narrow_all:expr, to_acc: $to_acc:expr) => {
         impl Element for $element {
             type Acc = $acc;
 
@@ -36,6 +38,11 @@ macro_rules! impl_element {
             fn widen(row: &[Self], out: &mut [Self::Acc]) {
                 let widen: fn(&[Self], &mut [Self::Acc]) = $widen;
                 widen(row, out)
+            }
+            #[inline(always)]
+            fn as_acc(numbers: &[Self]) -> Option<&[Self::Acc]> {
+                let as_acc: fn(&[Self]) -> Option<&[Self::Acc]> = $as_acc;
+                as_acc(numbers)
             }
             #[inline(always)]
             fn narrow(row: &[Self::Acc], out: &mut [Self]) {
@@ -63,47 +70,65 @@ macro_rules! impl_element {
 
 impl_element!(f32, f32, F32,
     widen: |row, out| out.copy_from_slice(row),
+    as_acc: |numbers| Some(numbers),
     narrow: |row, out| out.copy_from_slice(row),
     narrow_all: |values| values,
     to_acc: |x| x);
 impl_element!(f64, f64, F64,
     widen: |row, out| out.copy_from_slice(row),
+    as_acc: |numbers| Some(numbers),
     narrow: |row, out| out.copy_from_slice(row),
     narrow_all: |values| values,
     to_acc: |x| x);
 impl_element!(f16, f32, F32,
-    // In integers, since the compiler vectorises this for the instruction set of the caller, while
-    // half's conversion is a call for each eight numbers.
     widen: |row, out| {
-        const EXPONENT: u32 = 0x7c00 << 13;
-        const REBIAS: u32 = (127 - 15) << 23;
         for (x, out) in row.iter().zip(out) {
-            let bits = u32::from(x.to_bits());
-            let magnitude = (bits & 0x7fff) << 13;
-            let exponent = magnitude & EXPONENT;
-            // Infinity and NaN keep the highest exponent.
-            let special = if exponent == EXPONENT { REBIAS } else { 0 };
-            let normal = magnitude + REBIAS + special;
-            // A subnormal number counts from the smallest normal one, whose exponent is 1.
-            let smallest = REBIAS + (1 << 23);
-            let subnormal = f32::from_bits(magnitude + smallest) - f32::from_bits(smallest);
-            let magnitude = if exponent == 0 { subnormal.to_bits() } else { normal };
-            *out = f32::from_bits(magnitude | (bits & 0x8000) << 16);
+            *out = f16_to_f32(*x);
         }
     },
+    as_acc: |_| None,
     narrow: |row, out| out.convert_from_f32_slice(row),
     narrow_all: narrow_in_parallel,
-    to_acc: f16::to_f32);
+    to_acc: |x| f16_to_f32(x));
 impl_element!(bf16, f32, F32,
-    // A loop of shifts, which the compiler vectorises for the instruction set of the caller.
     widen: |row, out| {
         for (x, out) in row.iter().zip(out) {
-            *out = f32::from_bits(u32::from(x.to_bits()) << 16);
+            *out = bf16_to_f32(*x);
         }
     },
+    as_acc: |_| None,
     narrow: |row, out| out.convert_from_f32_slice(row),
     narrow_all: narrow_in_parallel,
-    to_acc: bf16::to_f32);
+    to_acc: |x| bf16_to_f32(x));
+
+/// `x` as f32, in integer operations without a branch: loops of it vectorise for the instruction set of
+/// the caller, which half's conversions, a call for each eight numbers, do not.
+#[inline(always)]
+fn f16_to_f32(x: f16) -> f32 {
+    const EXPONENT: u32 = 0x7c00 << 13;
+    const REBIAS: u32 = (127 - 15) << 23;
+    let bits = u32::from(x.to_bits());
+    let magnitude = (bits & 0x7fff) << 13;
+    let exponent = magnitude & EXPONENT;
+    // Infinity and NaN keep the highest exponent.
+    let special = if exponent == EXPONENT { REBIAS } else { 0 };
+    let normal = magnitude + REBIAS + special;
+    // A subnormal number counts from the smallest normal one, whose exponent is 1.
+    let smallest = REBIAS + (1 << 23);
+    let subnormal = f32::from_bits(magnitude + smallest) - f32::from_bits(smallest);
+    let magnitude = if exponent == 0 {
+        subnormal.to_bits()
+    } else {
+        normal
+    };
+    f32::from_bits(magnitude | (bits & 0x8000) << 16)
+}
+
+/// `x` as f32: a shift, for the same reason.
+#[inline(always)]
+fn bf16_to_f32(x: bf16) -> f32 {
+    f32::from_bits(u32::from(x.to_bits()) << 16)
+}
 
 /// Rounds on all threads of the current rayon pool.
 fn narrow_in_parallel<E: Element>(values: Vec<E::Acc>) -> Vec<E> {

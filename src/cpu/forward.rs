@@ -30,7 +30,7 @@ use pulp::{Simd, WithSimd};
 use super::buffer::{TRANSPOSED_ROWS, Tile, padded};
 use super::decode;
 use super::element::Element;
-use super::matmul::{Begin, Lhs, Out, Rhs, product};
+use super::matmul::{Begin, Lhs, Out, Product, Rhs};
 use super::online_softmax::OnlineSoftmax;
 use super::rows::{Alibi, RowTile, RowTiling, Scaling, View};
 use super::simd::{Real, arch, lanes, tanh};
@@ -88,6 +88,11 @@ pub(crate) fn forward<E: Element>(
     let few_rows = !for_backward && tiling.max_rows() <= decode::MAX_ROWS;
     // It also takes all heads together: they lie side by side in K and V, on the same pages.
     let tiles_of_item = if few_rows { num_kv_heads } else { 1 };
+    let max_keys = if few_rows {
+        decode::tile_keys::<E::Acc>(num_kv_heads, head_dim)
+    } else {
+        max_keys
+    };
     let items = batch * num_kv_heads * tiling.head_blocks * tiling.m_tiles / tiles_of_item;
     let parts = MIN_ITEMS
         .div_ceil(items)
@@ -296,7 +301,7 @@ pub(crate) struct Scratch<T> {
     pub(crate) k: Tile<T>,
     /// `(keys, head_dim)`.
     pub(crate) v: Tile<T>,
-    /// `(keys, rows)`: scores, then probabilities. With few rows `(rows, keys)`.
+    /// `(keys, rows)`: scores, then probabilities. With few rows `(num_kv_heads * rows, keys)`.
     pub(crate) scores: Tile<T>,
     /// `(rows, head_dim)`, unnormalised; the rows of all tiles of an item, one below the other.
     pub(crate) out: Tile<T>,
@@ -308,7 +313,10 @@ impl<T: Real> Scratch<T> {
     /// `few_rows_tiles` is the number of tiles that the few-row kernel takes together, if it is used.
     fn new(head_dim: usize, rows: usize, keys: usize, few_rows_tiles: Option<usize>) -> Self {
         let (q, scores) = match few_rows_tiles {
-            Some(tiles) => (Tile::new(tiles * rows, head_dim), Tile::new(rows, keys)),
+            Some(tiles) => (
+                Tile::new(tiles * rows, head_dim),
+                Tile::new(tiles * rows, keys),
+            ),
             None => (Tile::new(head_dim, rows), Tile::new(keys, rows)),
         };
         let all_rows = few_rows_tiles.unwrap_or(1) * rows;
@@ -393,7 +401,7 @@ fn attend<S: Simd, E: Element>(simd: S, attend: Attend<'_, E>) {
             .mask
             .all_visible(tile.positions.clone(), keys.clone());
 
-        k.load_tile(tile.batch, keys.clone(), tile.kv_head, 0, &mut scratch.k);
+        k.load_tile(tile.batch, keys.clone(), tile.kv_head, &mut scratch.k);
         multiply_scores(simd, params, tile, keys.clone(), masked, scratch);
         if let Some(factor) = scaling.softcap {
             for key in 0..keys.len() {
@@ -417,7 +425,7 @@ fn attend<S: Simd, E: Element>(simd: S, attend: Attend<'_, E>) {
             .update(simd, &mut scratch.scores, keys.len(), rows);
         rescale_rows(&scratch.softmax.rescale, 0..rows, cols, &mut scratch.out);
 
-        v.load_tile(tile.batch, keys.clone(), tile.kv_head, 0, &mut scratch.v);
+        v.load_tile(tile.batch, keys.clone(), tile.kv_head, &mut scratch.v);
         multiply_values(simd, params, tile, keys.clone(), masked, scratch);
         first_key = keys.end;
     }
@@ -454,26 +462,25 @@ fn multiply_scores<S: Simd, T: Real>(
         if rows.is_empty() {
             continue;
         }
-        product(
-            simd,
-            count,
-            end - start,
-            0..params.head_dim,
-            Lhs {
+        simd.vectorize(Product {
+            rows: count,
+            cols: end - start,
+            inner: 0..params.head_dim,
+            lhs: Lhs {
                 data: &scratch.k.data()[first * k_stride..],
                 row_stride: k_stride,
                 col_stride: 1,
             },
-            Rhs {
+            rhs: Rhs {
                 data: &scratch.q.data()[start..],
                 row_stride: q_stride,
             },
-            Out {
+            out: Out {
                 data: &mut scratch.scores.data_mut()[first * scores_stride + start..],
                 row_stride: scores_stride,
             },
-            Begin::Zero,
-        );
+            begin: Begin::Zero,
+        });
     }
 }
 
@@ -508,26 +515,25 @@ fn multiply_values<S: Simd, T: Real>(
             .keys_of_rows(tile.positions_of_rows(first..first + count));
         let start = visible.start.clamp(keys.start, keys.end) - keys.start;
         let end = visible.end.clamp(keys.start, keys.end) - keys.start;
-        product(
-            simd,
-            count,
-            padded::<T>(params.head_dim),
-            start..end.max(start),
-            Lhs {
+        simd.vectorize(Product {
+            rows: count,
+            cols: padded::<T>(params.head_dim),
+            inner: start..end.max(start),
+            lhs: Lhs {
                 data: &scratch.scores.data()[first..],
                 row_stride: 1,
                 col_stride: scores_stride,
             },
-            Rhs {
+            rhs: Rhs {
                 data: scratch.v.data(),
                 row_stride: v_stride,
             },
-            Out {
+            out: Out {
                 data: &mut scratch.out.data_mut()[first * out_stride..],
                 row_stride: out_stride,
             },
-            Begin::Add,
-        );
+            begin: Begin::Add,
+        });
     }
 }
 

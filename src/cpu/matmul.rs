@@ -61,36 +61,14 @@ pub(crate) enum Begin {
 /// # Panics
 ///
 /// If a slice is too short for its strides and the given extents, which would be a bug of the caller.
-#[inline(always)]
-pub(crate) fn product<S: Simd, T: Real>(
-    simd: S,
-    rows: usize,
-    cols: usize,
-    inner: Range<usize>,
-    lhs: Lhs<'_, T>,
-    rhs: Rhs<'_, T>,
-    out: Out<'_, T>,
-    begin: Begin,
-) {
-    simd.vectorize(Product {
-        rows,
-        cols,
-        inner,
-        lhs,
-        rhs,
-        out,
-        begin,
-    });
-}
-
-struct Product<'a, T> {
-    rows: usize,
-    cols: usize,
-    inner: Range<usize>,
-    lhs: Lhs<'a, T>,
-    rhs: Rhs<'a, T>,
-    out: Out<'a, T>,
-    begin: Begin,
+pub(crate) struct Product<'a, T> {
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) inner: Range<usize>,
+    pub(crate) lhs: Lhs<'a, T>,
+    pub(crate) rhs: Rhs<'a, T>,
+    pub(crate) out: Out<'a, T>,
+    pub(crate) begin: Begin,
 }
 
 impl<T: Real> WithSimd for Product<'_, T> {

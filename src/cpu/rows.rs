@@ -7,6 +7,7 @@ use candle_core::Result;
 use super::Input;
 use super::buffer::{LINE_BYTES, Tile, padded};
 use super::element::Element;
+use super::matmul::Rhs;
 use super::simd::Real;
 use crate::params::AttnParams;
 
@@ -44,32 +45,53 @@ impl<'a, E: Element> View<'a, E> {
         }
     }
 
-    /// Converts the rows of `positions` of one head into the tile, from `first_row` on.
+    /// The rows of one head from `position` on, to be read in place: no conversion is needed and a row is
+    /// whole cache lines of numbers.
+    #[inline(always)]
+    pub(crate) fn in_place(
+        &self,
+        batch: usize,
+        position: usize,
+        head: usize,
+    ) -> Option<Rhs<'a, E::Acc>> {
+        let [batch_stride, seqlen_stride, head_stride, stride] = self.strides;
+        if stride != 1 || self.head_dim != padded::<E::Acc>(self.head_dim) {
+            return None;
+        }
+        let start = batch * batch_stride + position * seqlen_stride + head * head_stride;
+        Some(Rhs {
+            data: E::as_acc(&self.data[start..])?,
+            row_stride: seqlen_stride,
+        })
+    }
+
+    /// Converts the rows of `positions` of one head, one below the other.
     #[inline(always)]
     pub(crate) fn load_tile(
         &self,
         batch: usize,
         positions: Range<usize>,
         head: usize,
-        first_row: usize,
         tile: &mut Tile<E::Acc>,
     ) {
         for (row, position) in positions.enumerate() {
-            let out = tile.row_mut(first_row + row, self.head_dim);
-            self.load(batch, position, head, out);
+            self.load(batch, position, head, tile.row_mut(row, self.head_dim));
         }
     }
 
-    /// Asks for the rows of `positions` of one head to be brought into cache.
+    /// Whether the heads of a position lie closer together than the positions of a head.
+    pub(crate) fn heads_are_adjacent(&self) -> bool {
+        self.strides[2] <= self.strides[1]
+    }
+
+    /// Asks for a row to be brought into cache.
     #[inline(always)]
-    pub(crate) fn prefetch(&self, batch: usize, positions: Range<usize>, head: usize) {
+    pub(crate) fn prefetch(&self, batch: usize, position: usize, head: usize) {
         let [batch_stride, seqlen_stride, head_stride, stride] = self.strides;
-        let row_bytes = (self.head_dim - 1) * stride * size_of::<E>();
-        for position in positions {
-            let start = batch * batch_stride + position * seqlen_stride + head * head_stride;
-            if let Some(first) = self.data.get(start) {
-                prefetch_bytes(first, row_bytes + 1);
-            }
+        let start = batch * batch_stride + position * seqlen_stride + head * head_stride;
+        let row_bytes = ((self.head_dim - 1) * stride + 1) * size_of::<E>();
+        if let Some(first) = self.data.get(start) {
+            prefetch_bytes(first, row_bytes);
         }
     }
 }
