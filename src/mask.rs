@@ -97,3 +97,62 @@ impl Mask {
             .min(self.seqlen_k)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The definition, one row and one key at a time.
+    fn sees(
+        [seqlen_q, seqlen_k]: [usize; 2],
+        causal: bool,
+        [left, right]: [Option<usize>; 2],
+        row: usize,
+        key: usize,
+    ) -> bool {
+        let aligned = (row + seqlen_k) as i128 - seqlen_q as i128;
+        let right = if causal { Some(0) } else { right };
+        left.is_none_or(|left| key as i128 >= aligned - left as i128)
+            && right.is_none_or(|right| key as i128 <= aligned + right as i128)
+    }
+
+    #[test]
+    fn ranges_hold_exactly_the_visible_rows_and_keys() {
+        let windows = [None, Some(0), Some(1), Some(3), Some(100), Some(usize::MAX)];
+        for seqlens in [[1, 1], [1, 7], [7, 1], [5, 5], [4, 9], [9, 4]] {
+            let [seqlen_q, seqlen_k] = seqlens;
+            for (left, right) in windows.iter().flat_map(|&l| windows.map(|r| (l, r))) {
+                for causal in [false, true] {
+                    let mask = Mask::new(seqlen_q, seqlen_k, causal, left, right);
+                    let sees = |row, key| sees(seqlens, causal, [left, right], row, key);
+                    for row in 0..seqlen_q {
+                        let keys: Vec<usize> =
+                            (0..seqlen_k).filter(|&key| sees(row, key)).collect();
+                        assert_eq!(mask.keys_of_row(row).collect::<Vec<_>>(), keys);
+                    }
+                    for key in 0..seqlen_k {
+                        let rows: Vec<usize> =
+                            (0..seqlen_q).filter(|&row| sees(row, key)).collect();
+                        let range = mask.rows_of_keys(key..key + 1);
+                        assert_eq!(range.collect::<Vec<_>>(), rows, "key {key} of {mask:?}");
+                    }
+                    let all = (0..seqlen_q).all(|row| (0..seqlen_k).all(|key| sees(row, key)));
+                    assert_eq!(mask.all_visible(0..seqlen_q, 0..seqlen_k), all);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn equal_masks_are_normalised_to_the_same_value() {
+        let plain = Mask::new(9, 9, false, None, None);
+        assert_eq!(Mask::new(9, 9, false, Some(8), Some(8)), plain);
+        let causal = Mask::new(9, 9, true, None, None);
+        assert_eq!(Mask::new(9, 9, false, Some(9), Some(0)), causal);
+        assert_eq!(Mask::new(9, 9, true, None, Some(5)), causal);
+        assert_eq!(
+            Mask::new(1, 9, true, None, None),
+            Mask::new(1, 9, false, None, None)
+        );
+    }
+}

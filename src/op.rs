@@ -155,3 +155,56 @@ impl CustomOp3 for FlashAttn {
         Ok((Some(dq), Some(dk), Some(dv)))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::AttnOptions;
+    use std::sync::Arc;
+
+    /// One op value applied to two problems must give each its own gradients.
+    #[test]
+    fn a_second_use_of_one_op_value_does_not_mix_the_statistics() -> Result<()> {
+        let var = || candle_core::Var::randn(0f64, 1., (1, 5, 2, 4), &Device::Cpu);
+        let (q, k, v, other) = (var()?, var()?, var()?, var()?);
+        let params = AttnParams::new(&q, &k, &v, &AttnOptions::default())?;
+        let expected = q
+            .apply_op3(&k, &v, FlashAttn::new(params.clone(), true, false))?
+            .backward()?;
+
+        let op = Arc::new(
+            Box::new(FlashAttn::new(params, true, false)) as Box<dyn CustomOp3 + Send + Sync>
+        );
+        let out = q.apply_op3_arc(&k, &v, op.clone())?;
+        other.apply_op3_arc(&v, &k, op)?;
+        let grads = out.backward()?;
+        for input in [&q, &k, &v] {
+            let (got, expected) = (grads.get(input), expected.get(input));
+            let (Some(got), Some(expected)) = (got, expected) else {
+                bail!("an input without gradient");
+            };
+            assert_eq!(
+                got.flatten_all()?.to_vec1::<f64>()?,
+                expected.flatten_all()?.to_vec1::<f64>()?
+            );
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn statistics_are_kept_only_when_somebody_will_ask() -> Result<()> {
+        let q = Tensor::zeros((1, 3, 2, 4), DType::F32, &Device::Cpu)?;
+        let params = AttnParams::new(&q, &q, &q, &AttnOptions::default())?;
+        for (tracked, keep_lse, kept) in [
+            (false, false, false),
+            (true, false, true),
+            (false, true, true),
+        ] {
+            let op = FlashAttn::new(params.clone(), tracked, keep_lse);
+            let stats = op.stats();
+            q.apply_op3(&q, &q, op)?;
+            assert_eq!(stats.get().is_some(), kept);
+        }
+        Ok(())
+    }
+}

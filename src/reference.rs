@@ -29,8 +29,8 @@ pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttnOptions) -> R
     if batch == 0 || seqlen_q == 0 || seqlen_k == 0 {
         // Zeros, by differences that keep the inputs in the graph: they get gradients, of zeros, like in
         // any other call.
-        let nothing = ((k - k)?.sum_all()? + (v - v)?.sum_all()?)?;
-        return (q - q)?.broadcast_add(&nothing);
+        let nothing = (k.sub(k)?.sum_all()? + v.sub(v)?.sum_all()?)?;
+        return q.sub(q)?.broadcast_add(&nothing);
     }
     let group_size = params.group_size();
 

@@ -231,3 +231,102 @@ impl<S: Simd, T: Real> Micro<S, T> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use pulp::{Scalar, Simd};
+
+    use super::*;
+    use crate::cpu::simd::arch;
+
+    /// Whole numbers, so that every sum is exact in any order.
+    fn whole_numbers(len: usize, seed: usize) -> Vec<f32> {
+        (0..len)
+            .map(|i| ((i * 31 + seed) % 17) as f32 - 8.)
+            .collect()
+    }
+
+    /// Compares a product of every number of rows with plain loops, and that nothing else is written.
+    fn check(cols: usize, inner: Range<usize>, transposed: bool, begin: Begin, scalar: bool) {
+        const UNTOUCHED: f32 = 777.;
+        for rows in 1..=20 {
+            let (lhs_stride, rhs_stride, out_stride) = (40, cols + 16, cols + 32);
+            let lhs_data = whole_numbers(40 * 40, 1);
+            let rhs_data = whole_numbers(40 * rhs_stride, 2);
+            let start = whole_numbers(rows * out_stride, 3);
+            let mut out: Vec<f32> = start
+                .iter()
+                .enumerate()
+                .map(|(i, &x)| if i % out_stride < cols { x } else { UNTOUCHED })
+                .collect();
+            let (row_stride, col_stride) = if transposed {
+                (1, lhs_stride)
+            } else {
+                (lhs_stride, 1)
+            };
+            let product = Product {
+                rows,
+                cols,
+                inner: inner.clone(),
+                lhs: Lhs {
+                    data: &lhs_data,
+                    row_stride,
+                    col_stride,
+                },
+                rhs: Rhs {
+                    data: &rhs_data,
+                    row_stride: rhs_stride,
+                },
+                out: Out {
+                    data: &mut out,
+                    row_stride: out_stride,
+                },
+                begin,
+            };
+            if scalar {
+                Simd::vectorize(Scalar::new(), product);
+            } else {
+                arch().dispatch(product);
+            }
+            for (i, &got) in out.iter().enumerate() {
+                let (row, col) = (i / out_stride, i % out_stride);
+                let expected = if col < cols {
+                    let before = if begin == Begin::Add { start[i] } else { 0. };
+                    before
+                        + inner
+                            .clone()
+                            .map(|k| {
+                                lhs_data[row * row_stride + k * col_stride]
+                                    * rhs_data[k * rhs_stride + col]
+                            })
+                            .sum::<f32>()
+                } else {
+                    UNTOUCHED
+                };
+                assert_eq!(got, expected, "row {row}, column {col} of {rows} x {cols}");
+            }
+        }
+    }
+
+    #[test]
+    fn products_of_every_block_shape_equal_plain_loops() {
+        for cols in [16, 32, 48, 64, 80, 112, 128] {
+            for (transposed, begin) in [
+                (false, Begin::Zero),
+                (true, Begin::Zero),
+                (false, Begin::Add),
+                (true, Begin::Add),
+            ] {
+                for scalar in [false, true] {
+                    check(cols, 3..29, transposed, begin, scalar);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_empty_inner_dimension_leaves_zeros_or_what_was_there() {
+        check(32, 5..5, false, Begin::Zero, false);
+        check(32, 5..5, false, Begin::Add, false);
+    }
+}

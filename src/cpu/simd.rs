@@ -276,3 +276,118 @@ pub(crate) fn tanh<S: Simd, T: Real>(simd: S, x: T::Vector<S>) -> T::Vector<S> {
     );
     T::select_lt(simd, x, zero, T::vsub(simd, zero, magnitude), magnitude)
 }
+
+#[cfg(test)]
+mod tests {
+    use pulp::{Scalar, WithSimd};
+
+    use super::*;
+
+    /// Applies a function of one vector to whole vectors of numbers.
+    struct Apply<'a, T> {
+        numbers: &'a mut [T],
+        function: Function,
+    }
+
+    #[derive(Clone, Copy)]
+    enum Function {
+        Exp2,
+        Tanh,
+    }
+
+    impl<T: Real> WithSimd for Apply<'_, T> {
+        type Output = ();
+
+        fn with_simd<S: Simd>(self, simd: S) {
+            let (vectors, tail) = T::as_vectors_mut::<S>(self.numbers);
+            assert!(tail.is_empty());
+            for x in vectors {
+                *x = match self.function {
+                    Function::Exp2 => exp2::<S, T>(simd, *x),
+                    Function::Tanh => tanh::<S, T>(simd, *x),
+                };
+            }
+        }
+    }
+
+    /// Largest relative error over a sweep, on the machine's vectors and on scalars, against f64's own.
+    fn worst<T: Real>(function: Function, from: f64, to: f64, exact: fn(f64) -> f64) -> f64 {
+        const COUNT: usize = 1 << 16;
+        let inputs: Vec<T> = (0..COUNT)
+            .map(|i| T::from_f64(from + (to - from) * i as f64 / COUNT as f64))
+            .collect();
+        let mut worst = 0f64;
+        for scalar in [false, true] {
+            let mut outputs = inputs.clone();
+            let apply = Apply {
+                numbers: &mut outputs,
+                function,
+            };
+            if scalar {
+                Simd::vectorize(Scalar::new(), apply);
+            } else {
+                arch().dispatch(apply);
+            }
+            for (x, y) in inputs.iter().zip(&outputs) {
+                let exact = exact(x.to_f64());
+                let error = (y.to_f64() - exact).abs();
+                worst = worst.max(if exact == 0. {
+                    error
+                } else {
+                    error / exact.abs()
+                });
+            }
+        }
+        worst
+    }
+
+    #[test]
+    fn exp2_is_accurate_to_a_few_roundings() {
+        let f32_error = worst::<f32>(Function::Exp2, -125., 100., f64::exp2);
+        assert!(f32_error < 3. * f64::from(f32::EPSILON), "{f32_error:e}");
+        let f64_error = worst::<f64>(Function::Exp2, -1000., 100., f64::exp2);
+        assert!(f64_error < 3. * f64::EPSILON, "{f64_error:e}");
+    }
+
+    #[test]
+    fn tanh_is_accurate_to_a_few_roundings_also_near_zero() {
+        for (from, to) in [(-20., 20.), (-1., 1.), (-1e-3, 1e-3)] {
+            let f32_error = worst::<f32>(Function::Tanh, from, to, f64::tanh);
+            assert!(f32_error < 5. * f64::from(f32::EPSILON), "{f32_error:e}");
+            let f64_error = worst::<f64>(Function::Tanh, from, to, f64::tanh);
+            assert!(f64_error < 5. * f64::EPSILON, "{f64_error:e}");
+        }
+    }
+
+    #[test]
+    fn exp2_of_the_lowest_numbers_is_zero_and_of_nan_is_nan() {
+        let mut numbers = [f32::NEG_INFINITY; 16];
+        numbers[1] = f32::MIN;
+        numbers[2] = -127.;
+        numbers[3] = f32::NAN;
+        numbers[4] = 0.;
+        arch().dispatch(Apply {
+            numbers: &mut numbers,
+            function: Function::Exp2,
+        });
+        assert_eq!(numbers[0], 0.);
+        assert_eq!(numbers[1], 0.);
+        assert_eq!(numbers[2], 0.);
+        assert!(numbers[3].is_nan());
+        assert_eq!(numbers[4], 1.);
+    }
+
+    #[test]
+    fn tanh_of_infinity_is_one_and_of_nan_is_nan() {
+        let mut numbers = [f64::INFINITY; 16];
+        numbers[1] = f64::NEG_INFINITY;
+        numbers[2] = f64::NAN;
+        arch().dispatch(Apply {
+            numbers: &mut numbers,
+            function: Function::Tanh,
+        });
+        assert_eq!(numbers[0], 1.);
+        assert_eq!(numbers[1], -1.);
+        assert!(numbers[2].is_nan());
+    }
+}
