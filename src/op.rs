@@ -160,7 +160,6 @@ impl CustomOp3 for FlashAttn {
 mod tests {
     use super::*;
     use crate::api::AttnOptions;
-    use std::sync::Arc;
 
     /// One op value applied to two problems must give each its own gradients.
     #[test]
@@ -187,6 +186,55 @@ mod tests {
                 got.flatten_all()?.to_vec1::<f64>()?,
                 expected.flatten_all()?.to_vec1::<f64>()?
             );
+        }
+        Ok(())
+    }
+
+    /// candle adds up gradients into contiguous tensors, but whoever calls `bwd` may have any layout.
+    #[test]
+    fn the_gradient_of_the_output_may_have_any_layout() -> Result<()> {
+        let normal = |shape: [usize; 4]| Tensor::randn(0f64, 1., &shape[..], &Device::Cpu);
+        let (q, k) = (normal([2, 5, 4, 8])?, normal([2, 7, 2, 8])?);
+        let params = AttnParams::new(&q, &k, &k, &AttnOptions::default())?;
+        let op = FlashAttn::new(params, true, false);
+        let shape = q.shape();
+        let layout = candle_core::Layout::contiguous(shape);
+        let (storage, kv) = (q.storage_and_layout(), k.storage_and_layout());
+        let (candle_core::Storage::Cpu(q_storage), candle_core::Storage::Cpu(k_storage)) =
+            (&*storage.0, &*kv.0)
+        else {
+            bail!("tensors on the CPU");
+        };
+        let (out, shape) = op.cpu_fwd(q_storage, &layout, k_storage, kv.1, k_storage, kv.1)?;
+        let CpuStorage::F64(out) = out else {
+            bail!("f64 in, f64 out");
+        };
+        let out = Tensor::from_vec(out, shape, &Device::Cpu)?;
+
+        let one = Tensor::full(0.5f64, (), &Device::Cpu)?;
+        let layouts = [
+            ("expanded", one.broadcast_as(q.shape())?),
+            ("heads first", normal([2, 4, 5, 8])?.transpose(1, 2)?),
+            ("strided rows", normal([2, 5, 8, 4])?.transpose(2, 3)?),
+            (
+                "part of a wider one",
+                normal([4, 6, 4, 9])?
+                    .narrow(0, 1, 2)?
+                    .narrow(1, 1, 5)?
+                    .narrow(3, 1, 8)?,
+            ),
+        ];
+        for (name, dout) in layouts {
+            assert!(!dout.is_contiguous());
+            let got = op.bwd(&q, &k, &k, &out, &dout)?;
+            let expected = op.bwd(&q, &k, &k, &out, &dout.contiguous()?)?;
+            let values = |grad: Option<Tensor>| match grad {
+                Some(grad) => grad.flatten_all()?.to_vec1::<f64>(),
+                None => bail!("an input without gradient"),
+            };
+            assert_eq!(values(got.0)?, values(expected.0)?, "dq, {name}");
+            assert_eq!(values(got.1)?, values(expected.1)?, "dk, {name}");
+            assert_eq!(values(got.2)?, values(expected.2)?, "dv, {name}");
         }
         Ok(())
     }

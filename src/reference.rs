@@ -27,8 +27,8 @@ pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttnOptions) -> R
         ..
     } = params;
     if batch == 0 || seqlen_q == 0 || seqlen_k == 0 {
-        // Zeros, by differences that keep the inputs in the graph: they get gradients, of zeros, like in
-        // any other call.
+        // Zeros, by differences that keep the inputs in the graph: without keys, q still gets a gradient of
+        // zeros.
         let nothing = (k.sub(k)?.sum_all()? + v.sub(v)?.sum_all()?)?;
         return q.sub(q)?.broadcast_add(&nothing);
     }

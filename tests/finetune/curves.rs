@@ -1,0 +1,166 @@
+//! Steps and their losses.
+
+use anyhow::Result;
+use candle_core::{Device, Tensor};
+
+use crate::batches::Batches;
+use crate::model::Attention;
+use crate::optimizer::gradient_norm;
+use crate::options::Options;
+use crate::setup;
+use crate::trainer::{Step, Trainer};
+
+fn steps(trainer: &mut Trainer, count: usize) -> Result<Vec<Step>> {
+    (0..count).map(|_| trainer.step()).collect()
+}
+
+fn assert_same_curve(options: &Options) -> Result<()> {
+    let checkpoint = setup::checkpoint(options)?;
+    let mut flash = setup::trainer(options, &checkpoint, Attention::Flash)?;
+    let mut plain = setup::trainer(options, &checkpoint, Attention::Plain)?;
+    let before = flash.held_out_loss()?;
+    for (flash, plain) in steps(&mut flash, options.steps)?
+        .iter()
+        .zip(steps(&mut plain, options.steps)?)
+    {
+        // The loss is a mean near 6 of f32's with a unit of 5e-7. Each update passes a difference of
+        // rounding on to the next step, so it grows with the steps.
+        let tolerance = 2e-6 * flash.step as f32;
+        assert!(
+            (flash.loss - plain.loss).abs() <= tolerance,
+            "{flash:?} and {plain:?}"
+        );
+        let (flash, plain) = (flash.gradient_norm, plain.gradient_norm);
+        assert!((flash - plain).abs() <= 1e-3 * plain, "{flash} and {plain}");
+    }
+    let after = flash.held_out_loss()?;
+    assert!(after < before, "held-out loss {before} to {after}");
+    Ok(())
+}
+
+#[test]
+fn the_loss_curve_lies_on_that_of_plain_attention() -> Result<()> {
+    assert_same_curve(&setup::options(&[]))
+}
+
+#[test]
+fn the_loss_curve_of_adapters_lies_on_that_of_plain_attention() -> Result<()> {
+    let mut options = setup::options(&["--lr", "3e-2"]);
+    options.lora = Some(4);
+    assert_same_curve(&options)
+}
+
+#[test]
+fn every_variable_gets_a_gradient() -> Result<()> {
+    let options = setup::options(&[]);
+    let checkpoint = setup::checkpoint(&options)?;
+    let mut trainer = setup::trainer(&options, &checkpoint, Attention::Flash)?;
+    let before: Vec<Tensor> = trainer
+        .weights()
+        .vars
+        .values()
+        .map(|var| var.copy())
+        .collect::<candle_core::Result<_>>()?;
+    trainer.step()?;
+    for ((name, var), before) in trainer.weights().vars.iter().zip(before) {
+        let moved: f32 = (var.as_tensor() - before)?.abs()?.max_all()?.to_scalar()?;
+        assert!(moved > 0., "{name} did not move");
+    }
+    // A gradient that is missing is an error, not a norm without it.
+    let unrelated = Tensor::zeros((), candle_core::DType::F32, &Device::Cpu)?.backward()?;
+    assert!(gradient_norm(&trainer.weights().vars, &unrelated).is_err());
+    Ok(())
+}
+
+#[test]
+fn a_loss_that_is_not_a_number_changes_nothing() -> Result<()> {
+    let options = setup::options(&[]);
+    let mut checkpoint = setup::checkpoint(&options)?;
+    let norm = &checkpoint.weights["model.norm.weight"];
+    let broken = (norm * f64::NAN)?;
+    let before = checkpoint.weights["model.embed_tokens.weight"].to_vec2::<f32>()?;
+    checkpoint
+        .weights
+        .insert("model.norm.weight".to_string(), broken);
+    let mut trainer = setup::trainer(&options, &checkpoint, Attention::Flash)?;
+    let message = trainer.step().expect_err("the loss is NaN").to_string();
+    assert!(message.contains("step 1: the loss is NaN"), "{message}");
+    assert_eq!(trainer.steps_taken(), 0);
+    let after = trainer.weights().vars["model.embed_tokens.weight"].to_vec2::<f32>()?;
+    assert_eq!(before, after);
+    Ok(())
+}
+
+#[test]
+fn the_learning_rate_rises_then_falls_to_a_tenth() {
+    let options = setup::options(&["--steps", "100", "--warmup", "10", "--lr", "1"]);
+    let rates: Vec<f64> = (0..100).map(|step| options.learning_rate(step)).collect();
+    assert_eq!((rates[0], rates[4], rates[9]), (0.1, 0.5, 1.));
+    assert_eq!(rates[10], 1.);
+    assert!((rates[55] - 0.55).abs() < 1e-12);
+    assert!(rates[99] > 0.1 && rates[99] < 0.101);
+    assert!(rates[10..].is_sorted_by(|a, b| a > b));
+}
+
+#[test]
+fn batches_follow_from_the_seed_and_hold_some_text_out() -> Result<()> {
+    let text: Vec<u32> = (0..1000).collect();
+    let options = setup::options(&["--held-out", "0.2"]);
+    let batches = Batches::new(&[text.clone(), text], &options, &Device::Cpu)?;
+    assert_eq!(batches.train_tokens(), 1600);
+    assert_eq!(batches.held_out_prompt()[..3], [800, 801, 802]);
+    assert!(batches.device().is_cpu());
+    let (input, target) = batches.train(3)?;
+    assert_eq!(input.dims(), [2, 32]);
+    assert_eq!(
+        input.narrow(1, 1, 31)?.to_vec2::<u32>()?,
+        target.narrow(1, 0, 31)?.to_vec2::<u32>()?
+    );
+    let again = batches.train(3)?.0.to_vec2::<u32>()?;
+    let other = batches.train(4)?.0.to_vec2::<u32>()?;
+    assert_eq!(again, input.to_vec2::<u32>()?);
+    assert_ne!(other, again);
+    assert_eq!(batches.held_out().count(), 8);
+    Ok(())
+}
+
+#[test]
+fn values_that_no_run_can_have_are_refused() {
+    let cases = [
+        (["--seqlen", "0"], "--seqlen must be at least 1"),
+        (["--batch", "0"], "--batch must be at least 1"),
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--lr", "nan"], "--lr must be a number above 0"),
+        (["--clip", "0"], "--clip must be a number above 0"),
+        (["--weight-decay", "1"], "--weight-decay must be"),
+        (["--held-out", "0"], "--held-out must be between 0 and 1"),
+    ];
+    for (flags, expected) in cases {
+        let message = setup::options(&flags)
+            .check()
+            .expect_err(expected)
+            .to_string();
+        assert!(message.contains(expected), "{message}");
+    }
+
+    let cases: [(&[&str], &str); 5] = [
+        (&["--seqlen", "65"], "more than the model's 64 positions"),
+        (&["--vocab", "256"], "--vocab must be above 256"),
+        (
+            &["--heads", "3"],
+            "must be an even multiple of num_attention_heads 3",
+        ),
+        (
+            &["--kv-heads", "3"],
+            "must be a multiple of num_key_value_heads 3",
+        ),
+        (&["--held-out", "1e-4"], "the held-out part of the text has"),
+    ];
+    for (flags, expected) in cases {
+        let options = setup::options(flags);
+        let trainer = setup::checkpoint(&options)
+            .and_then(|checkpoint| setup::trainer(&options, &checkpoint, Attention::Flash));
+        let message = format!("{:#}", trainer.err().expect(expected));
+        assert!(message.contains(expected), "{message}");
+    }
+}

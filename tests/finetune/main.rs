@@ -1,0 +1,32 @@
+//! Training through the op: its loss curve against plain attention's, resumed runs, adapters, and what
+//! happens when the loss is no longer a number.
+
+#[path = "../../examples/finetune/batches.rs"]
+mod batches;
+#[path = "../../examples/common/checkpoint/mod.rs"]
+mod checkpoint;
+mod curves;
+#[path = "../../examples/common/generate.rs"]
+mod generate;
+#[path = "../../examples/finetune/losses.rs"]
+mod losses;
+#[path = "../../examples/common/model/mod.rs"]
+mod model;
+#[path = "../../examples/finetune/optimizer.rs"]
+mod optimizer;
+#[path = "../../examples/finetune/options.rs"]
+mod options;
+#[path = "../../examples/finetune/plot.rs"]
+mod plot;
+#[path = "../../examples/finetune/run.rs"]
+mod run;
+#[path = "../../examples/finetune/run_dir.rs"]
+mod run_dir;
+mod saved;
+#[path = "../../examples/finetune/scratch.rs"]
+mod scratch;
+mod setup;
+#[path = "../../examples/finetune/trainer.rs"]
+mod trainer;
+#[path = "../../examples/finetune/weights.rs"]
+mod weights;

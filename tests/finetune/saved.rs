@@ -1,0 +1,284 @@
+//! What a run leaves in its folder, and what can be done with it.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Result, anyhow};
+use candle_core::{DType, Device, Tensor};
+use candle_transformers::generation::LogitsProcessor;
+use tempfile::TempDir;
+
+use crate::checkpoint::Checkpoint;
+use crate::generate::{Generation, feed};
+use crate::losses::{self, Row};
+use crate::model::{Attention, KvCache, Llama};
+use crate::options::{LoraOn, Options};
+use crate::plot;
+use crate::run;
+use crate::run_dir::RunDir;
+use crate::setup;
+use crate::trainer::Trainer;
+
+fn open(path: &Path) -> Result<Checkpoint> {
+    Checkpoint::open(&path.display().to_string(), DType::F32, &Device::Cpu)
+}
+
+/// A trainer and a folder for it.
+fn start(path: &Path, options: &Options) -> Result<(Trainer, RunDir)> {
+    let checkpoint = setup::checkpoint(options)?;
+    let dir = RunDir::create(path, options, &checkpoint.config, &checkpoint.tokenizer)?;
+    let trainer = setup::trainer(options, &checkpoint, Attention::Flash)?;
+    Ok((trainer, dir))
+}
+
+/// Trains to the end; returns the rows, without the speed, and the weights.
+fn finish(
+    trainer: &mut Trainer,
+    options: &Options,
+    dir: &RunDir,
+    rows: &mut Vec<Row>,
+) -> Result<Vec<(String, Vec<f32>)>> {
+    run::run(trainer, options, Some(dir), rows, 5, |_| ())?;
+    for row in rows.iter_mut() {
+        row.tokens_per_second = 0.;
+    }
+    trainer
+        .weights()
+        .vars
+        .iter()
+        .map(|(name, var)| Ok((name.clone(), var.flatten_all()?.to_vec1()?)))
+        .collect()
+}
+
+fn assert_resumed_run_is_the_same(options: &Options) -> Result<()> {
+    let folder = TempDir::new()?;
+    let (mut trainer, dir) = start(&folder.path().join("whole"), options)?;
+    let mut rows = vec![];
+    let weights = finish(&mut trainer, options, &dir, &mut rows)?;
+
+    // Stopped in step 8, so what was saved is step 5.
+    let path = folder.path().join("interrupted");
+    let (mut trainer, dir) = start(&path, options)?;
+    let stopped = Options {
+        steps: 5,
+        ..options.clone()
+    };
+    let mut first_rows = vec![];
+    for _ in 0..5 {
+        let step = trainer.step()?;
+        let held_out_loss = (step.step == 5)
+            .then(|| trainer.held_out_loss())
+            .transpose()?;
+        first_rows.push(Row {
+            step,
+            tokens_per_second: 0.,
+            held_out_loss,
+        });
+    }
+    dir.save(&trainer, &first_rows, &stopped)?;
+    trainer.step()?;
+    drop(trainer);
+
+    let (dir, options) = RunDir::open(&path)?;
+    let checkpoint = match options.lora {
+        None => open(dir.path())?,
+        Some(_) => setup::checkpoint(&options)?,
+    };
+    let mut trainer = setup::trainer(&options, &checkpoint, options.attention)?;
+    let mut resumed = dir.restore(&mut trainer, &Device::Cpu)?;
+    assert_eq!(resumed, first_rows);
+    assert_eq!(trainer.steps_taken(), 5);
+    let resumed_weights = finish(&mut trainer, &options, &dir, &mut resumed)?;
+    assert_eq!(resumed, rows);
+    assert_eq!(resumed_weights, weights);
+    Ok(())
+}
+
+#[test]
+fn a_resumed_run_takes_the_very_same_steps() -> Result<()> {
+    assert_resumed_run_is_the_same(&setup::options(&[]))
+}
+
+#[test]
+fn a_resumed_run_of_adapters_takes_the_very_same_steps() -> Result<()> {
+    let mut options = setup::options(&["--save-dtype", "f16"]);
+    options.lora = Some(2);
+    assert_resumed_run_is_the_same(&options)
+}
+
+#[test]
+fn the_saved_model_is_the_trained_one() -> Result<()> {
+    let folder = TempDir::new()?;
+    let path = folder.path().join("run");
+    let options = setup::options(&[]);
+    let (mut trainer, dir) = start(&path, &options)?;
+    finish(&mut trainer, &options, &dir, &mut vec![])?;
+
+    let saved = open(&path)?;
+    let encoding = saved
+        .tokenizer
+        .encode("What said he?", true)
+        .map_err(|error| anyhow!("{error}"))?;
+    let prompt = encoding.get_ids();
+    let expected = trainer
+        .weights()
+        .untracked(&saved.config, Attention::Flash)?;
+    let expected = expected.hidden(&Tensor::new(prompt, &Device::Cpu)?.unsqueeze(0)?, None)?;
+    let expected = expected.narrow(1, prompt.len() - 1, 1)?.flatten_all()?;
+
+    let model = Llama::new(saved.weights.clone(), &saved.config, Attention::Flash)?;
+    let mut cache = KvCache::new(&saved.config, 1, 40, DType::F32, &Device::Cpu)?;
+    let logits = feed(&model, &mut cache, prompt, None, &Device::Cpu, |_| ())?;
+    assert_eq!(cache.len(), prompt.len());
+    let embed = &saved.weights["model.embed_tokens.weight"];
+    let expected = embed.matmul(&expected.unsqueeze(1)?)?.squeeze(1)?;
+    assert_close(&logits, &expected, 1e-5)?;
+
+    let generation = Generation {
+        model: &model,
+        tokenizer: &saved.tokenizer,
+        sampler: LogitsProcessor::new(1, Some(1.), None),
+        stops: saved.stop_tokens(),
+        max_tokens: 10,
+    };
+    let mut text = String::new();
+    let ids = generation.run(&mut cache, logits, |piece| {
+        text.push_str(piece);
+        Ok(())
+    })?;
+    let decoded = saved
+        .tokenizer
+        .decode(&ids, true)
+        .map_err(|error| anyhow!("{error}"))?;
+    assert!(!ids.is_empty() && decoded.starts_with(&text));
+    Ok(())
+}
+
+#[test]
+fn adapters_leave_the_weights_alone_and_merge_into_them() -> Result<()> {
+    for lora_on in [LoraOn::QV, LoraOn::All] {
+        let mut options = setup::options(&["--lr", "3e-2"]);
+        (options.lora, options.lora_on) = (Some(4), lora_on);
+        let checkpoint = setup::checkpoint(&options)?;
+        let mut trainer = setup::trainer(&options, &checkpoint, Attention::Flash)?;
+        for _ in 0..6 {
+            trainer.step()?;
+        }
+        let vars = &trainer.weights().vars;
+        assert_eq!(vars.len(), 2 * 2 * lora_on.names().len());
+        assert!(vars.keys().all(|name| name.contains(".lora_")));
+
+        let config = &checkpoint.config;
+        let tokens = Tensor::new(&[[5u32, 270, 31, 300, 8, 8, 291]], &Device::Cpu)?;
+        let logits = |model: &Llama| model.logits(&model.hidden(&tokens, None)?);
+        let merged = trainer.weights().merged()?;
+        let beside = logits(&trainer.weights().untracked(config, Attention::Flash)?)?;
+        let within = logits(&Llama::new(merged.clone(), config, Attention::Flash)?)?;
+        let before = logits(&Llama::new(
+            checkpoint.weights.clone(),
+            config,
+            Attention::Flash,
+        )?)?;
+        assert_close(&within, &beside, 1e-5)?;
+        assert!(
+            assert_close(&within, &before, 1e-3).is_err(),
+            "the adapters changed nothing"
+        );
+        for (name, weight) in &merged {
+            let adapted = lora_on
+                .names()
+                .iter()
+                .any(|projection| name.contains(projection));
+            let same = assert_close(weight, &checkpoint.weights[name], 0.).is_ok();
+            assert_eq!(same, !adapted, "{name}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_loss_that_is_not_a_number_stops_the_run_and_keeps_what_was_saved() -> Result<()> {
+    let folder = TempDir::new()?;
+    let path = folder.path().join("run");
+    let options = setup::options(&[
+        "--lr", "1e30", "--warmup", "0", "--clip", "1e30", "--steps", "20",
+    ]);
+    let (mut trainer, dir) = start(&path, &options)?;
+    dir.save(&trainer, &[], &options)?;
+    let saved = fs::read(path.join("model.safetensors"))?;
+    let mut rows = vec![];
+    let stopped = run::run(&mut trainer, &options, Some(&dir), &mut rows, 50, |_| ());
+    let message = format!("{:#}", stopped.expect_err("the loss is NaN"));
+    assert!(
+        message.contains("training stopped") && message.contains("lower --lr"),
+        "{message}"
+    );
+    assert_eq!(fs::read(path.join("model.safetensors"))?, saved);
+    assert!(open(&path).is_ok());
+    Ok(())
+}
+
+#[test]
+fn a_folder_is_not_overwritten_and_only_a_run_is_resumed() -> Result<()> {
+    let folder = TempDir::new()?;
+    let path = folder.path().join("run");
+    let missing = RunDir::open(&path).err().map(|error| format!("{error:#}"));
+    assert!(missing.is_some_and(|message| message.contains("--resume takes the --out")));
+    let options = setup::options(&[]);
+    let (mut trainer, dir) = start(&path, &options)?;
+    let unsaved = dir
+        .restore(&mut trainer, &Device::Cpu)
+        .err()
+        .map(|error| format!("{error:#}"));
+    assert!(unsaved.is_some_and(|message| message.contains("cannot resume from")));
+    // Nothing is lost by starting over until something was saved.
+    let (trainer, dir) = start(&path, &options)?;
+    dir.save(&trainer, &[], &options)?;
+    let again = start(&path, &options)
+        .err()
+        .map(|error| format!("{error:#}"));
+    assert!(again.is_some_and(|message| message.contains("holds a run already")));
+    Ok(())
+}
+
+#[test]
+fn the_losses_are_read_back_and_drawn() -> Result<()> {
+    let options = setup::options(&[]);
+    let checkpoint = setup::checkpoint(&options)?;
+    let mut trainer = setup::trainer(&options, &checkpoint, Attention::Flash)?;
+    let mut rows = vec![];
+    run::run(&mut trainer, &options, None, &mut rows, 4, |_| ())?;
+    let read = losses::from_csv(&losses::to_csv(&rows))?;
+    assert_eq!(read.len(), rows.len());
+    for (read, row) in read.iter().zip(&rows) {
+        assert_eq!(
+            (read.step, read.held_out_loss),
+            (row.step, row.held_out_loss)
+        );
+    }
+    assert!(losses::from_csv("loss\n1").is_err());
+
+    let folder = TempDir::new()?;
+    let file = folder.path().join("loss.png");
+    plot::draw(&file, &rows)?;
+    let png = fs::read(&file)?;
+    assert!(
+        png.starts_with(b"\x89PNG") && png.len() > 5000,
+        "{} bytes",
+        png.len()
+    );
+    assert!(plot::draw(&folder.path().join("none/loss.png"), &rows).is_err());
+    assert!(plot::draw(&file, &[]).is_err());
+    Ok(())
+}
+
+/// Fails when the largest difference is above `tolerance` times the largest element of `expected`.
+fn assert_close(got: &Tensor, expected: &Tensor, tolerance: f32) -> Result<()> {
+    let of = |tensor: Tensor| tensor.abs()?.max_all()?.to_scalar::<f32>();
+    let (difference, largest) = (of((got - expected)?)?, of(expected.clone())?);
+    anyhow::ensure!(
+        difference <= tolerance * largest,
+        "off by {difference} of {largest}"
+    );
+    Ok(())
+}

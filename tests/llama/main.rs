@@ -1,0 +1,20 @@
+//! The examples' Llama against candle-transformers' own, its gradients against finite differences, and
+//! its loaders on files made up here. The tests on SmolLM2 run where `CANDLE_FLASH_GQA_SMOLLM2` names
+//! the GGUF file that `scripts/fetch-model.sh` fetches.
+
+#[path = "../../examples/common/checkpoint/mod.rs"]
+mod checkpoint;
+#[path = "../../examples/common/data.rs"]
+mod data;
+mod folder;
+#[path = "../../examples/common/generate.rs"]
+mod generate;
+mod gguf;
+mod gradients;
+mod logits;
+mod made_up;
+#[path = "../../examples/common/model/mod.rs"]
+mod model;
+mod shipped;
+mod smollm2;
+mod tiny;

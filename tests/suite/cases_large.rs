@@ -1,0 +1,265 @@
+//! Inputs whose size has broken attention kernels elsewhere, at the real size where that takes seconds;
+//! else as a smaller twin, with the real size behind `--ignored`. See the table in `cases.rs`.
+//!
+//! Most have constant inputs, so the right result is known without another computation.
+
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+
+use crate::support::compare::{close, finite, identical};
+use crate::support::device::{for_each_device, for_each_dtype};
+use crate::support::problem::Problem;
+use crate::support::run;
+use crate::support::tensors::{Inputs, full, host, normal};
+use crate::support::verify::{self, unit_roundoff};
+
+#[test]
+fn case_06_fwd_and_bwd_of_2048_causal_rows_on_1024_keys() -> Result<()> {
+    for_each_device(|device| {
+        let twin = Problem::new(1, [5, 2], [1, 1], 8).causal();
+        verify::passes(&twin, &Inputs::normal(&twin, DType::F32, device, 6)?)?;
+        let problem = Problem::new(1, [2048, 1024], [1, 1], 32).causal();
+        let inputs = Inputs::normal(&problem, DType::F32, device, 6)?;
+        verify::passes(&problem, &inputs)?;
+        Ok(())
+    })
+}
+
+#[test]
+fn case_16_fwd_of_large_values_on_65536_keys() -> Result<()> {
+    for_each_dtype(64, |device, dtype| {
+        for seqlen_q in [1, 20] {
+            let problem = Problem::new(1, [seqlen_q, 65536], [1, 1], 64);
+            let noise = normal(&problem.kv_dims(), 500., dtype, device, 16)?;
+            let inputs = Inputs {
+                v: (noise + 3e4)?,
+                ..Inputs::constant(&problem, [0., 1., 0., 1.], dtype, device)?
+            };
+            let mean = inputs.v.to_dtype(DType::F64)?.mean(1)?;
+            let mean = mean.broadcast_as((seqlen_q, 1, 64))?;
+            let (out, _) = run::forward(&problem, &inputs)?;
+            let limit = 3e4 * (unit_roundoff(dtype) + 1e-6);
+            close("out", &out, &host(&mean)?, limit)?;
+        }
+        Ok(())
+    })
+}
+
+fn ones(seqlens: [usize; 2], device: &Device, dtype: DType) -> Result<()> {
+    let problem = Problem::new(1, seqlens, [1, 1], 8);
+    let inputs = Inputs::constant(&problem, [0., 0., 1., 1.], dtype, device)?;
+    let (out, _) = run::forward(&problem, &inputs)?;
+    let expected = vec![1.; seqlens[0] * 8];
+    close(&format!("out of {seqlens:?}"), &out, &expected, 0.)
+}
+
+#[test]
+fn case_17_fwd_of_ones_on_lengths_around_powers_of_two() -> Result<()> {
+    for_each_dtype(8, |device, dtype| {
+        for seqlen_k in [32767, 32768, 33728, 65535, 65536, 65537] {
+            ones([1, seqlen_k], device, dtype)?;
+            ones([30, seqlen_k], device, dtype)?;
+        }
+        Ok(())
+    })
+}
+
+#[test]
+#[ignore = "the full size: a minute without optimisation"]
+fn case_17_fwd_of_ones_at_33728_squared() -> Result<()> {
+    for_each_dtype(8, |device, dtype| ones([33728, 33728], device, dtype))
+}
+
+#[test]
+fn case_20_scores_of_a_million_and_more() -> Result<()> {
+    for_each_device(|device| {
+        for value in [1e3, 1e4] {
+            let problem = Problem::new(32, [50, 50], [16, 16], 64);
+            let inputs = Inputs::constant(&problem, [value, value, value, 1.], DType::F32, device)?;
+            let passes = run::forward_backward(&problem, &inputs)?;
+            let count = inputs.q.elem_count();
+            close("out", &passes.out, &vec![value; count], 1e-6 * value)?;
+            close("dv", &passes.grads.dv, &vec![1.; count], 1e-5)?;
+            // dout · v is 64 * value.
+            let limit = 1e-6 * (64. * value) * value / 8.;
+            close("dq", &passes.grads.dq, &vec![0.; count], limit)?;
+            close("dk", &passes.grads.dk, &vec![0.; count], 50. * limit)?;
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn case_48_head_dim_63_over_32_heads() -> Result<()> {
+    for_each_device(|device| {
+        let problem = Problem::new(2, [100, 101], [32, 32], 63);
+        let inputs = Inputs::normal(&problem, DType::BF16, device, 48)?;
+        verify::forward(&problem, &inputs)
+    })
+}
+
+#[test]
+#[ignore = "the full size: minutes, and 137 GFLOP of plain attention"]
+fn case_48_head_dim_63_over_4096_rows() -> Result<()> {
+    for_each_device(|device| {
+        for (seqlen, head_dim) in [(4096, 63), (4095, 64)] {
+            let problem = Problem::new(2, [seqlen; 2], [32, 32], head_dim);
+            let inputs = Inputs::normal(&problem, DType::F32, device, 48)?;
+            let (out, _) = run::forward(&problem, &inputs)?;
+            finite("out", &out)?;
+            // The last head of the last item, alone.
+            let last = |x: &Tensor| x.narrow(0, 1, 1)?.narrow(2, 31, 1)?.contiguous();
+            let alone = Problem::new(1, [seqlen; 2], [1, 1], head_dim);
+            let inputs = Inputs {
+                q: last(&inputs.q)?,
+                k: last(&inputs.k)?,
+                v: last(&inputs.v)?,
+                dout: last(&inputs.dout)?,
+            };
+            verify::forward(&alone, &inputs)?;
+            let (expected, _) = run::forward(&alone, &inputs)?;
+            identical("last head", &last(&out)?, &expected)?;
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn case_54_bwd_of_8300_sequences_of_one_token() -> Result<()> {
+    for_each_device(|device| {
+        let problem = Problem::new(8300, [1, 1], [16, 16], 128);
+        let inputs = Inputs::constant(&problem, [0.5, 2., 3., 1.], DType::BF16, device)?;
+        let passes = run::forward_backward(&problem, &inputs)?;
+        let count = inputs.q.elem_count();
+        close("out", &passes.out, &vec![3.; count], 0.)?;
+        close("dq", &passes.grads.dq, &vec![0.; count], 0.)?;
+        close("dk", &passes.grads.dk, &vec![0.; count], 0.)?;
+        close("dv", &passes.grads.dv, &vec![1.; count], 0.)
+    })
+}
+
+/// The items from `first` on must be what they are alone.
+fn last_items(problem: &Problem, first: usize, device: &Device, dtype: DType) -> Result<()> {
+    let inputs = Inputs::normal(problem, dtype, device, 55)?;
+    let passes = run::forward_backward(problem, &inputs)?;
+    let count = problem.batch - first;
+    let part = |x: &Tensor| x.narrow(0, first, count)?.contiguous();
+    let last = Inputs {
+        q: part(&inputs.q)?,
+        k: part(&inputs.k)?,
+        v: part(&inputs.v)?,
+        dout: part(&inputs.dout)?,
+    };
+    let alone = Problem {
+        batch: count,
+        ..problem.clone()
+    };
+    let expected = verify::passes(&alone, &last)?;
+    for ((name, all), (_, last)) in passes.named().into_iter().zip(expected.named()) {
+        identical(&format!("{name} of {problem:?}"), &part(all)?, last)?;
+    }
+    Ok(())
+}
+
+/// The real case has 28800 sequences, 1 GB a tensor.
+#[test]
+fn case_55_bwd_of_many_short_sequences() -> Result<()> {
+    for_each_device(|device| {
+        let problem = Problem::new(700, [15, 15], [16, 16], 72);
+        last_items(&problem, 697, device, DType::BF16)
+    })
+}
+
+#[test]
+#[ignore = "the full size: 12 GB"]
+fn case_55_bwd_of_28800_short_sequences() -> Result<()> {
+    for_each_device(|device| {
+        let problem = Problem::new(28800, [15, 15], [16, 16], 72);
+        last_items(&problem, 28797, device, DType::BF16)
+    })
+}
+
+/// The real case has 32 items of 350000 keys, 17 GB a tensor; 64-bit offsets are all that the CPU has.
+#[test]
+fn case_56_fwd_of_a_batch_on_long_caches() -> Result<()> {
+    for_each_device(|device| {
+        let problem = Problem::new(2, [5, 20000], [4, 4], 64);
+        let inputs = Inputs::normal(&problem, DType::BF16, device, 56)?;
+        verify::forward(&problem, &inputs)
+    })
+}
+
+/// The real case has 2048 rows on 2^22 keys, 2 TFLOP.
+#[test]
+fn case_57_fwd_of_causal_rows_on_a_very_long_cache() -> Result<()> {
+    for_each_device(|device| {
+        let problem = Problem::new(1, [16, 1 << 16], [1, 1], 128).causal();
+        let inputs = Inputs::normal(&problem, DType::BF16, device, 57)?;
+        verify::forward(&problem, &inputs)
+    })
+}
+
+#[test]
+#[ignore = "the full number of keys: 2 GB"]
+fn case_57_fwd_of_causal_rows_on_4_million_keys() -> Result<()> {
+    for_each_device(|device| {
+        let problem = Problem::new(1, [20, 1 << 22], [1, 1], 128).causal();
+        let inputs = Inputs::normal(&problem, DType::BF16, device, 57)?;
+        verify::forward(&problem, &inputs)
+    })
+}
+
+#[test]
+fn case_58_more_items_than_16_bits_count() -> Result<()> {
+    for_each_device(|device| {
+        for problem in [
+            Problem::new(65540, [1, 1], [1, 1], 16),
+            Problem::new(10923, [3, 3], [6, 3], 16).causal(),
+            Problem::new(80000, [16, 16], [1, 1], 4).causal(),
+        ] {
+            last_items(&problem, problem.batch - 3, device, DType::F32)?;
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn case_58_more_heads_than_16_bits_count() -> Result<()> {
+    for_each_device(|device| {
+        let problem = Problem::new(1, [10, 10], [65536, 65536], 16);
+        let inputs = Inputs::normal(&problem, DType::F32, device, 58)?;
+        let passes = run::forward_backward(&problem, &inputs)?;
+        let part = |x: &Tensor, dim| x.narrow(dim, 65533, 3)?.contiguous();
+        let last = Inputs {
+            q: part(&inputs.q, 2)?,
+            k: part(&inputs.k, 2)?,
+            v: part(&inputs.v, 2)?,
+            dout: part(&inputs.dout, 2)?,
+        };
+        let alone = Problem::new(1, [10, 10], [3, 3], 16);
+        let expected = verify::passes(&alone, &last)?;
+        for ((name, all), (_, last)) in passes.named().into_iter().zip(expected.named()) {
+            let dim = if name == "lse" { 1 } else { 2 };
+            identical(name, &part(all, dim)?, last)?;
+        }
+        Ok(())
+    })
+}
+
+/// The same with one key/value head: 65536 rows of a single group.
+#[test]
+fn case_58_a_group_of_more_heads_than_16_bits_count() -> Result<()> {
+    for_each_device(|device| {
+        let problem = Problem::new(1, [1, 3], [65537, 1], 4);
+        let inputs = Inputs {
+            v: full(&problem.kv_dims(), 2., DType::F32, device)?,
+            ..Inputs::normal(&problem, DType::F32, device, 59)?
+        };
+        let passes = run::forward_backward(&problem, &inputs)?;
+        let twos = vec![2.; inputs.q.elem_count()];
+        close("out", &passes.out, &twos, 1e-6)?;
+        let dv = passes.grads.dv.sum(1)?;
+        let dout = inputs.dout.to_dtype(DType::F64)?.sum(2)?;
+        close("sum of dv", &dv, &host(&dout)?, 0.05)
+    })
+}

@@ -1,0 +1,25 @@
+//! The test suite: one body of each test for every device and dtype that the build supports.
+//!
+//! * [`params`]: every user error; [`mask`]: what a row sees;
+//! * [`forward`], [`backward`]: the grid of shapes and options, against f64 on the host;
+//! * [`gqa`]: grouped heads; [`op`]: the op in candle's graph; [`strides`]: views and storage orders;
+//! * [`cases`], [`cases_backward`], [`cases_large`]: the inputs that have broken other kernels;
+//! * [`nan`]: where NaN and infinity go and where they don't;
+//! * [`determinism`]: the same bits from any number of threads; [`simd`]: other instruction sets;
+//! * [`property`]: random shapes, strides and options.
+
+mod backward;
+mod cases;
+mod cases_backward;
+mod cases_large;
+mod determinism;
+mod forward;
+mod gqa;
+mod mask;
+mod nan;
+mod op;
+mod params;
+mod property;
+mod simd;
+mod strides;
+mod support;
