@@ -1,0 +1,154 @@
+//! Linear maps, norms and rotary positions, each in two forms with the same result: candle's fused
+//! operation for inference, and plain tensor operations where autograd tracks an operand. (The fused
+//! ones have no backward: gradients would be lost in silence.)
+
+use std::f32::consts::PI;
+
+use candle_core::{D, DType, Device, Module, Result, Tensor};
+use candle_nn::{Linear, VarBuilder, ops, rotary_emb};
+use candle_transformers::models::llama::{Config, Llama3RopeConfig, Llama3RopeType};
+
+/// A matrix without bias, with a low-rank adapter beside it where the weights hold one.
+pub struct Projection {
+    linear: Linear,
+    /// `lora_a` `(rank, in)` and `lora_b` `(out, rank)`: adds `lora_b · lora_a` to the matrix.
+    adapter: Option<(Linear, Linear)>,
+}
+
+impl Projection {
+    pub fn from_weight(weight: Tensor) -> Self {
+        Self {
+            linear: Linear::new(weight, None),
+            adapter: None,
+        }
+    }
+
+    pub fn load(size_out: usize, size_in: usize, vb: VarBuilder) -> Result<Self> {
+        let mut projection = Self::from_weight(vb.get((size_out, size_in), "weight")?);
+        if vb.contains_tensor("lora_a") {
+            let lora_a = vb.get_unchecked("lora_a")?;
+            let lora_b = vb.get_unchecked("lora_b")?;
+            projection.adapter = Some((Linear::new(lora_a, None), Linear::new(lora_b, None)));
+        }
+        Ok(projection)
+    }
+
+    /// `(.., in)` to `(.., out)`.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let out = self.linear.forward(x)?;
+        match &self.adapter {
+            None => Ok(out),
+            Some((lora_a, lora_b)) => out + lora_b.forward(&lora_a.forward(x)?)?,
+        }
+    }
+}
+
+/// Divides by the root mean square over the last dimension, then scales.
+pub struct RmsNorm {
+    weight: Tensor,
+    eps: f32,
+}
+
+impl RmsNorm {
+    pub fn load(config: &Config, vb: VarBuilder) -> Result<Self> {
+        Ok(Self {
+            weight: vb.get(config.hidden_size, "weight")?,
+            eps: config.rms_norm_eps as f32,
+        })
+    }
+
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        if x.track_op() || self.weight.track_op() {
+            ops::rms_norm_slow(x, &self.weight, self.eps)
+        } else {
+            ops::rms_norm(&x.contiguous()?, &self.weight, self.eps)
+        }
+    }
+}
+
+/// Cosines and sines of every position, `(max_position_embeddings, head_dim / 2)`.
+pub struct Rotary {
+    cos: Tensor,
+    sin: Tensor,
+}
+
+impl Rotary {
+    pub fn new(config: &Config, dtype: DType, device: &Device) -> Result<Self> {
+        let positions = config.max_position_embeddings;
+        let frequencies = Tensor::new(frequencies(config), device)?.unsqueeze(0)?;
+        let angles = Tensor::arange(0, positions as u32, device)?
+            .to_dtype(DType::F32)?
+            .unsqueeze(1)?
+            .matmul(&frequencies)?;
+        Ok(Self {
+            cos: angles.cos()?.to_dtype(dtype)?,
+            sin: angles.sin()?.to_dtype(dtype)?,
+        })
+    }
+
+    /// The rows of `seqlen` tokens from `position` on.
+    pub fn at(&self, position: usize, seqlen: usize) -> Result<(Tensor, Tensor)> {
+        let positions = self.cos.dim(0)?;
+        if position + seqlen > positions {
+            candle_core::bail!(
+                "the model has {positions} positions (max_position_embeddings), got {}",
+                position + seqlen
+            );
+        }
+        Ok((
+            self.cos.narrow(0, position, seqlen)?,
+            self.sin.narrow(0, position, seqlen)?,
+        ))
+    }
+}
+
+/// Rotates `x` `(batch, seqlen, num_heads, head_dim)`: element `j` of the first half of a head and
+/// element `j` of the second are one pair.
+pub fn apply_rotary(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    if !x.track_op() {
+        return rotary_emb::rope_thd(x, cos, sin);
+    }
+    let half = x.dim(D::Minus1)? / 2;
+    let (cos, sin) = (cos.unsqueeze(1)?, sin.unsqueeze(1)?); // (seqlen, 1, head_dim / 2)
+    let first = x.narrow(D::Minus1, 0, half)?;
+    let second = x.narrow(D::Minus1, half, half)?;
+    Tensor::cat(
+        &[
+            (first.broadcast_mul(&cos)? - second.broadcast_mul(&sin)?)?,
+            (second.broadcast_mul(&cos)? + first.broadcast_mul(&sin)?)?,
+        ],
+        D::Minus1,
+    )
+}
+
+/// The angle per position of each pair, with the scaling of Llama 3.1 where the model asks for it:
+/// wavelengths longer than the trained context are stretched by `factor`, short ones kept, those
+/// between interpolated.
+fn frequencies(config: &Config) -> Vec<f32> {
+    let head_dim = config.hidden_size / config.num_attention_heads;
+    let plain =
+        (0..head_dim / 2).map(|i| 1. / config.rope_theta.powf((2 * i) as f32 / head_dim as f32));
+    match &config.rope_scaling {
+        Some(scaling) if matches!(scaling.rope_type, Llama3RopeType::Llama3) => {
+            plain.map(|frequency| stretch(frequency, scaling)).collect()
+        }
+        _ => plain.collect(),
+    }
+}
+
+fn stretch(frequency: f32, scaling: &Llama3RopeConfig) -> f32 {
+    // How often the pair turns within the context that the model was first trained on.
+    let turns = scaling.original_max_position_embeddings as f32 * frequency / (2. * PI);
+    let kept = ((turns - scaling.low_freq_factor)
+        / (scaling.high_freq_factor - scaling.low_freq_factor))
+        .clamp(0., 1.);
+    kept * frequency + (1. - kept) * frequency / scaling.factor
+}
+
+/// Half types to F32, others as they are.
+pub fn widen(x: &Tensor) -> Result<Tensor> {
+    match x.dtype() {
+        DType::F16 | DType::BF16 => x.to_dtype(DType::F32),
+        _ => Ok(x.clone()),
+    }
+}

@@ -1,0 +1,308 @@
+//! Trains a Llama through this crate's attention, forward and backward.
+//!
+//! Without arguments it takes a few steps from the small model in `examples/data`, first through either
+//! attention side by side, so that their losses can be compared, and writes nothing. With `--out` it
+//! saves a checkpoint that `--example llama` loads and that `--resume` continues.
+
+mod batches;
+#[path = "../common/checkpoint/mod.rs"]
+mod checkpoint;
+#[path = "../common/cli.rs"]
+mod cli;
+mod compare;
+#[path = "../common/data.rs"]
+mod data;
+#[path = "../common/generate.rs"]
+mod generate;
+mod losses;
+#[path = "../common/model/mod.rs"]
+mod model;
+mod optimizer;
+mod options;
+mod plot;
+mod run;
+mod run_dir;
+mod scratch;
+mod trainer;
+mod weights;
+
+use std::fs;
+use std::io::{Write, stdout};
+use std::path::{self, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, anyhow};
+use candle_core::{DType, Device};
+use candle_transformers::generation::LogitsProcessor;
+use clap::{Args as _, Command, Id, Parser};
+use tokenizers::Tokenizer;
+
+use batches::Batches;
+use checkpoint::Checkpoint;
+use cli::DeviceName;
+use generate::Generation;
+use losses::Row;
+use model::KvCache;
+use options::Options;
+use run_dir::RunDir;
+use trainer::Trainer;
+
+/// Trains a Llama through this crate's attention: from a checkpoint or from random weights, all weights
+/// or low-rank adapters.
+#[derive(Debug, Parser)]
+struct Args {
+    #[command(flatten)]
+    options: Options,
+
+    /// Write the model, the losses and what --resume needs into this folder
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+
+    /// Continue the run in this folder, with its options
+    #[arg(long, value_name = "DIR", conflicts_with_all = fixed_by_a_run())]
+    resume: Option<PathBuf>,
+
+    /// Measure the held-out loss and save every N steps
+    #[arg(long, value_name = "N", default_value_t = 50)]
+    save_every: usize,
+
+    /// Draw the loss curve
+    #[arg(long, value_name = "FILE.png")]
+    plot: Option<PathBuf>,
+
+    /// First take N steps with this and with plain attention, and print both losses
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    compare: usize,
+
+    /// cpu or cuda[:N]
+    #[arg(long, default_value_t = DeviceName::Cpu)]
+    device: DeviceName,
+}
+
+/// The arguments that a resumed run takes from its folder.
+fn fixed_by_a_run() -> Vec<Id> {
+    let options = Options::augment_args(Command::new(""));
+    let ids = options.get_arguments().map(|arg| arg.get_id().clone());
+    ids.chain([Id::from("out")]).collect()
+}
+
+fn main() -> ExitCode {
+    cli::main(|| run(&Args::parse()))
+}
+
+fn run(args: &Args) -> Result<()> {
+    let device = args.device.open()?;
+    let mut out = stdout().lock();
+
+    // 1. What to train, on what, and where to.
+    let (resumed, options) = match &args.resume {
+        Some(path) => {
+            let (dir, options) = RunDir::open(path)?;
+            (Some(dir), options)
+        }
+        None => (None, with_absolute_paths(args.options.clone())?),
+    };
+    options.check()?;
+    let texts = match &options.text[..] {
+        [] => data::texts().to_vec(),
+        texts => texts.to_vec(),
+    };
+    let checkpoint = start(&options, resumed.as_ref(), &texts, &device)?;
+    let Checkpoint {
+        config,
+        weights,
+        tokenizer,
+    } = &checkpoint;
+    let batches = Batches::new(&tokenise(tokenizer, &texts)?, &options, &device)?;
+    let created = match &args.out {
+        Some(path) => Some(RunDir::create(path, &options, config, tokenizer)?),
+        None => None,
+    };
+    let dir = resumed.as_ref().or(created.as_ref());
+    let trainer = |attention| Trainer::new(&options, config, weights, batches.clone(), attention);
+
+    // 2. A few steps with either attention.
+    if resumed.is_none() && args.compare > 0 {
+        compare::compare(args.compare, trainer, &mut out)?;
+    }
+
+    // 3. The run.
+    let mut trainer = trainer(options.attention)?;
+    let mut rows = match &resumed {
+        Some(dir) => dir.restore(&mut trainer, &device)?,
+        None => vec![],
+    };
+    describe(
+        &options,
+        &trainer,
+        &checkpoint,
+        batches.train_tokens(),
+        &mut out,
+    )?;
+    let bar = cli::progress_bar("train".to_string(), options.steps as u64);
+    bar.set_position(trainer.steps_taken() as u64);
+    run::run(
+        &mut trainer,
+        &options,
+        dir,
+        &mut rows,
+        args.save_every,
+        |row| {
+            bar.set_message(format!(
+                "loss {:.3}, {:.0} tokens/s",
+                row.step.loss, row.tokens_per_second
+            ));
+            bar.inc(1);
+        },
+    )?;
+    bar.finish_and_clear();
+    if let Some(Row {
+        step,
+        held_out_loss: Some(held_out),
+        ..
+    }) = rows.last()
+    {
+        writeln!(
+            out,
+            "step {}: training loss {:.4}, held-out loss {held_out:.4}",
+            step.step, step.loss
+        )?;
+    }
+    sample(&checkpoint, &trainer, &batches, &options, &mut out)?;
+
+    // 4. What is left of it.
+    if let Some(file) = &args.plot {
+        plot::draw(file, &rows)?;
+        writeln!(out, "drew {}", file.display())?;
+    }
+    match dir {
+        Some(dir) => writeln!(
+            out,
+            "saved to {0}; run it with: cargo run --release --example llama -- --model {0}",
+            dir.path().display()
+        )?,
+        None => writeln!(out, "nothing saved, which --out DIR would do")?,
+    }
+    Ok(())
+}
+
+/// The same options for any working directory.
+fn with_absolute_paths(mut options: Options) -> Result<Options> {
+    for text in &mut options.text {
+        *text = path::absolute(&text)?;
+    }
+    if let Some(model) = options
+        .model
+        .as_mut()
+        .filter(|model| !model.starts_with("hf:"))
+    {
+        *model = path::absolute(&model)?.display().to_string();
+    }
+    Ok(options)
+}
+
+/// The configuration, tokenizer and weights that the run starts from. A resumed run that trains all
+/// weights has them in its own folder; one with adapters needs the model that they adapt.
+fn start(
+    options: &Options,
+    resumed: Option<&RunDir>,
+    texts: &[PathBuf],
+    device: &Device,
+) -> Result<Checkpoint> {
+    let source = match (resumed, &options.model) {
+        (Some(dir), _) if options.lora.is_none() => dir.path().display().to_string(),
+        (_, Some(model)) => model.clone(),
+        (_, None) if options.scratch => return scratch::checkpoint(options, texts, device),
+        (_, None) => data::folder().display().to_string(),
+    };
+    let loading = cli::progress_bar(format!("loading {source}"), 1);
+    let checkpoint = Checkpoint::open(&source, DType::F32, device);
+    loading.finish_and_clear();
+    checkpoint
+}
+
+/// The tokens of each text.
+fn tokenise(tokenizer: &Tokenizer, texts: &[PathBuf]) -> Result<Vec<Vec<u32>>> {
+    texts
+        .iter()
+        .map(|path| {
+            let name = path.display();
+            let text = fs::read_to_string(path).with_context(|| format!("cannot read {name}"))?;
+            let encoding = tokenizer
+                .encode(text, true)
+                .map_err(|error| anyhow!("cannot tokenise {name}: {error}"))?;
+            Ok(encoding.get_ids().to_vec())
+        })
+        .collect()
+}
+
+/// Says what is trained, and how well it does before.
+fn describe(
+    options: &Options,
+    trainer: &Trainer,
+    checkpoint: &Checkpoint,
+    tokens: usize,
+    out: &mut impl Write,
+) -> Result<()> {
+    let millions = |weights: usize| weights as f64 / 1e6;
+    let trained = millions(
+        trainer
+            .weights()
+            .vars
+            .values()
+            .map(|var| var.elem_count())
+            .sum(),
+    );
+    let all = millions(
+        checkpoint
+            .weights
+            .values()
+            .map(|weight| weight.elem_count())
+            .sum(),
+    );
+    match options.lora {
+        None => write!(out, "training all {all:.2} M weights")?,
+        Some(rank) => write!(
+            out,
+            "training {trained:.3} M weights of adapters of rank {rank} beside {all:.2} M frozen ones, merged when saved"
+        )?,
+    }
+    writeln!(
+        out,
+        "; {tokens} tokens of text, {} x {} a step, {} attention",
+        options.batch, options.seqlen, options.attention
+    )?;
+    let held_out = trainer.held_out_loss()?;
+    Ok(writeln!(
+        out,
+        "step {}: held-out loss {held_out:.4}",
+        trainer.steps_taken()
+    )?)
+}
+
+/// Prints how the trained model continues the held-out text.
+fn sample(
+    checkpoint: &Checkpoint,
+    trainer: &Trainer,
+    batches: &Batches,
+    options: &Options,
+    out: &mut impl Write,
+) -> Result<()> {
+    const MAX_TOKENS: usize = 60;
+    let prompt = batches.held_out_prompt();
+    let device = batches.device();
+    let config = &checkpoint.config;
+    let model = trainer.weights().untracked(config, options.attention)?;
+    let mut cache = KvCache::new(config, 1, prompt.len() + MAX_TOKENS, DType::F32, device)?;
+    let logits = generate::feed(&model, &mut cache, prompt, None, device, |_| ())?;
+    let generation = Generation {
+        model: &model,
+        tokenizer: &checkpoint.tokenizer,
+        sampler: LogitsProcessor::new(options.seed, Some(0.6), Some(0.95)),
+        stops: checkpoint.stop_tokens(),
+        max_tokens: MAX_TOKENS.min(config.max_position_embeddings - prompt.len()),
+    };
+    writeln!(out, "--- a sample ---")?;
+    generation.run(&mut cache, logits, |text| Ok(write!(out, "{text}")?))?;
+    Ok(writeln!(out, "\n----------------")?)
+}

@@ -1,0 +1,209 @@
+//! What defines a run: with the same options it takes the same steps, whether interrupted or not.
+
+use std::path::PathBuf;
+
+use anyhow::{Result, ensure};
+use candle_core::DType;
+use clap::{Args, ValueEnum};
+use serde::{Deserialize, Serialize};
+
+use crate::model::Attention;
+
+#[derive(Debug, Clone, Args, Serialize, Deserialize)]
+pub struct Options {
+    /// Start from a GGUF file, a Hugging Face folder, or hf:ORG/NAME [default: the model in examples/data]
+    #[arg(long, value_name = "PATH|hf:ORG/NAME", conflicts_with = "scratch")]
+    pub model: Option<String>,
+
+    /// Start from random weights and a tokenizer trained on the text
+    #[arg(long)]
+    pub scratch: bool,
+
+    #[command(flatten)]
+    pub size: Size,
+
+    /// Text to train on, may be given several times [default: the texts in examples/data]
+    #[arg(long, value_name = "FILE")]
+    pub text: Vec<PathBuf>,
+
+    /// The share at the end of each text that is kept for measuring
+    #[arg(long, value_name = "SHARE", default_value_t = 0.05)]
+    pub held_out: f64,
+
+    /// Train adapters of this rank in place of all weights; saved merged
+    #[arg(long, value_name = "RANK", conflicts_with = "scratch")]
+    pub lora: Option<usize>,
+
+    /// Which projections get adapters
+    #[arg(long, value_enum, default_value_t = LoraOn::QV, requires = "lora")]
+    pub lora_on: LoraOn,
+
+    /// Which attention to train through
+    #[arg(long, value_enum, default_value_t = Attention::Flash)]
+    pub attention: Attention,
+
+    /// Tokens of one sequence
+    #[arg(long, default_value_t = 256)]
+    pub seqlen: usize,
+
+    /// Sequences of one step
+    #[arg(long, default_value_t = 2)]
+    pub batch: usize,
+
+    /// Optimiser steps
+    #[arg(long, default_value_t = 30)]
+    pub steps: usize,
+
+    /// Highest learning rate; a tenth of it is left at the end, along a cosine
+    #[arg(long, default_value_t = 3e-4)]
+    pub lr: f64,
+
+    /// Steps over which the learning rate rises to its highest
+    #[arg(long, value_name = "STEPS", default_value_t = 10)]
+    pub warmup: usize,
+
+    /// AdamW's decay of matrices
+    #[arg(long, default_value_t = 0.1)]
+    pub weight_decay: f64,
+
+    /// Largest norm of the gradient, longer ones are scaled down to it
+    #[arg(long, value_name = "NORM", default_value_t = 1.0)]
+    pub clip: f64,
+
+    /// Type of the saved weights; training itself is in f32
+    #[arg(long, value_name = "DTYPE", value_enum, default_value_t = SaveDtype::F32)]
+    pub save_dtype: SaveDtype,
+
+    /// Seed of random weights and of the choice of sequences
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+}
+
+/// The model that `--scratch` makes; the defaults are those of the one in `examples/data`.
+#[derive(Debug, Clone, Args, Serialize, Deserialize)]
+pub struct Size {
+    /// Tokens of the vocabulary (--scratch)
+    #[arg(long, default_value_t = 3072, requires = "scratch")]
+    pub vocab: usize,
+
+    /// Blocks (--scratch)
+    #[arg(long, default_value_t = 4, requires = "scratch")]
+    pub layers: usize,
+
+    /// Width of the hidden state (--scratch)
+    #[arg(long, default_value_t = 192, requires = "scratch")]
+    pub hidden: usize,
+
+    /// Width inside the MLP (--scratch)
+    #[arg(long, default_value_t = 448, requires = "scratch")]
+    pub ffn: usize,
+
+    /// Query heads (--scratch)
+    #[arg(long, default_value_t = 6, requires = "scratch")]
+    pub heads: usize,
+
+    /// Key/value heads (--scratch)
+    #[arg(long, default_value_t = 2, requires = "scratch")]
+    pub kv_heads: usize,
+
+    /// Longest text that the model is meant for (--scratch)
+    #[arg(long, default_value_t = 2048, requires = "scratch")]
+    pub positions: usize,
+}
+
+/// Which projections `--lora` adapts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+pub enum LoraOn {
+    /// q_proj and v_proj
+    #[value(name = "qv")]
+    QV,
+    /// All seven projections of each block
+    All,
+}
+
+/// The type of the weights in `model.safetensors`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+pub enum SaveDtype {
+    F32,
+    F16,
+    #[value(name = "bf16")]
+    BF16,
+}
+
+impl SaveDtype {
+    pub fn dtype(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::F16 => DType::F16,
+            Self::BF16 => DType::BF16,
+        }
+    }
+
+    /// As `config.json` spells it.
+    pub fn torch_name(self) -> &'static str {
+        match self {
+            Self::F32 => "float32",
+            Self::F16 => "float16",
+            Self::BF16 => "bfloat16",
+        }
+    }
+}
+
+impl LoraOn {
+    pub fn names(self) -> &'static [&'static str] {
+        match self {
+            Self::QV => &["q_proj", "v_proj"],
+            Self::All => &[
+                "q_proj",
+                "k_proj",
+                "v_proj",
+                "o_proj",
+                "gate_proj",
+                "up_proj",
+                "down_proj",
+            ],
+        }
+    }
+}
+
+impl Options {
+    /// Checks the values that the types admit but no run can have.
+    pub fn check(&self) -> Result<()> {
+        for (flag, value) in [
+            ("seqlen", self.seqlen),
+            ("batch", self.batch),
+            ("steps", self.steps),
+            ("lora", self.lora.unwrap_or(1)),
+        ] {
+            ensure!(value > 0, "--{flag} must be at least 1, got 0");
+        }
+        for (flag, value) in [("lr", self.lr), ("clip", self.clip)] {
+            ensure!(
+                value.is_finite() && value > 0.,
+                "--{flag} must be a number above 0, got {value}"
+            );
+        }
+        ensure!(
+            (0. ..1.).contains(&self.weight_decay),
+            "--weight-decay must be at least 0 and below 1, got {}",
+            self.weight_decay
+        );
+        ensure!(
+            self.held_out > 0. && self.held_out < 1.,
+            "--held-out must be between 0 and 1, got {}",
+            self.held_out
+        );
+        Ok(())
+    }
+
+    /// The learning rate of a step, counted from 0.
+    pub fn learning_rate(&self, step: usize) -> f64 {
+        if step < self.warmup {
+            return self.lr * (step + 1) as f64 / self.warmup as f64;
+        }
+        let decay = (self.steps.saturating_sub(self.warmup)).max(1) as f64;
+        let progress = ((step - self.warmup) as f64 / decay).min(1.);
+        let cosine = (1. + (std::f64::consts::PI * progress).cos()) / 2.;
+        self.lr * (0.1 + 0.9 * cosine)
+    }
+}
