@@ -9,8 +9,8 @@ use pulp::Simd;
 
 use super::buffer::{Tile, padded};
 use super::element::Element;
-use super::forward::{Attend, Scratch, rescale_rows, softcap};
-use super::matmul::{Begin, Lhs, Out, Product, Rhs};
+use super::forward_tile::{Attend, Scratch, rescale_rows, softcap};
+use super::matmul::{Begin, Out, Product, Rhs};
 use super::rows::{RowTile, Scaling, View};
 use super::simd::Real;
 use crate::params::AttnParams;
@@ -196,10 +196,7 @@ impl Step<'_> {
             return rows;
         }
         view.load_tile(batch, positions, kv_head, tile);
-        Rhs {
-            data: tile.data(),
-            row_stride: tile.stride(),
-        }
+        tile.rhs(0, 0)
     }
 
     /// The keys, relative to the tile's first, that a row sees.
@@ -224,18 +221,11 @@ impl Step<'_> {
         while row < rows {
             let dot = Dot {
                 cols: padded::<T>(self.params.head_dim),
-                q: Rhs {
-                    data: &q.data()[(self.first_line + row) * q.stride()..],
-                    row_stride: q.stride(),
-                },
+                q: q.rhs(self.first_line + row, 0),
                 k: k_rows,
                 keys: block.len(),
             };
-            let stride = scores.stride();
-            let scores = Out {
-                data: &mut scores.data_mut()[(self.first_line + row) * stride + block.start..],
-                row_stride: stride,
-            };
+            let scores = scores.out(self.first_line + row, block.start);
             row += match rows - row {
                 1 => dot.run::<S, 1>(simd, scores),
                 2 => dot.run::<S, 2>(simd, scores),
@@ -289,7 +279,6 @@ impl Step<'_> {
             .params
             .mask
             .all_visible(self.tile.positions.clone(), self.keys.clone());
-        let out_stride = out.stride();
         let count = if all_visible { rows } else { 1 };
         for first in (0..rows).step_by(count) {
             let visible = self.visible_keys(first);
@@ -298,17 +287,9 @@ impl Step<'_> {
                 rows: count.min(rows - first),
                 cols: padded::<T>(self.params.head_dim),
                 inner: clamp(visible.start)..clamp(visible.end),
-                lhs: Lhs {
-                    data: &scores.data()
-                        [(self.first_line + first) * scores.stride() + block.start..],
-                    row_stride: scores.stride(),
-                    col_stride: 1,
-                },
+                lhs: scores.lhs(self.first_line + first, block.start),
                 rhs: v_rows,
-                out: Out {
-                    data: &mut out.data_mut()[(self.first_line + first) * out_stride..],
-                    row_stride: out_stride,
-                },
+                out: out.out(self.first_line + first, 0),
                 begin: Begin::Add,
             });
         }

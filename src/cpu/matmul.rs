@@ -15,6 +15,7 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
+use super::buffer::Tile;
 use super::simd::{Real, lanes};
 
 /// Rows of `out` in one micro-kernel.
@@ -42,6 +43,47 @@ pub(crate) struct Rhs<'a, T> {
 pub(crate) struct Out<'a, T> {
     pub(crate) data: &'a mut [T],
     pub(crate) row_stride: usize,
+}
+
+impl<T: Real> Tile<T> {
+    /// What lies below and to the right of (`row`, `col`), as left operand.
+    pub(crate) fn lhs(&self, row: usize, col: usize) -> Lhs<'_, T> {
+        Lhs {
+            data: self.from(row, col),
+            row_stride: self.stride(),
+            col_stride: 1,
+        }
+    }
+
+    /// The transpose of the columns from `col` on, as left operand.
+    pub(crate) fn lhs_transposed(&self, col: usize) -> Lhs<'_, T> {
+        Lhs {
+            data: self.from(0, col),
+            row_stride: 1,
+            col_stride: self.stride(),
+        }
+    }
+
+    /// What lies below and to the right of (`row`, `col`), as right operand.
+    pub(crate) fn rhs(&self, row: usize, col: usize) -> Rhs<'_, T> {
+        Rhs {
+            data: self.from(row, col),
+            row_stride: self.stride(),
+        }
+    }
+
+    /// What lies below and to the right of (`row`, `col`), as sum.
+    pub(crate) fn out(&mut self, row: usize, col: usize) -> Out<'_, T> {
+        let row_stride = self.stride();
+        Out {
+            data: &mut self.data_mut()[row * row_stride + col..],
+            row_stride,
+        }
+    }
+
+    fn from(&self, row: usize, col: usize) -> &[T] {
+        &self.data()[row * self.stride() + col..]
+    }
 }
 
 /// What happens to the numbers that `out` held before.

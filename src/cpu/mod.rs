@@ -1,20 +1,27 @@
 //! The CPU kernels: storage to views, and the split of the work over threads.
 //!
-//! * [`forward`]: out and the softmax statistics, a query tile against all its keys;
-//! * [`decode`]: the same for a handful of query rows, bound by reading K and V;
-//! * [`backward`]: dq, dk and dv, a key tile against all its query rows;
-//! * [`rows`]: which (position, head) pairs share a tile, and loading them;
+//! * [`forward`]: out and the softmax statistics, a query tile against all its keys ([`forward_tile`]), or
+//!   a handful of query rows, bound by reading K and V ([`decode`]); [`online_softmax`] is what they
+//!   share, [`parts`] how they end.
+//! * [`backward`]: dq, dk and dv, a key tile against all its query rows ([`backward_tile`]); [`delta`]
+//!   comes before it, and [`turns`] keeps dq's sum in order.
+//! * [`rows`]: which (position, head) pairs share a tile, and loading them.
 //! * [`matmul`], [`simd`], [`buffer`], [`element`]: what these are written in.
 
 mod backward;
+mod backward_tile;
 mod buffer;
 mod decode;
+mod delta;
 mod element;
 mod forward;
+mod forward_tile;
 mod matmul;
 mod online_softmax;
+mod parts;
 mod rows;
 mod simd;
+mod turns;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
