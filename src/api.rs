@@ -16,7 +16,7 @@ use crate::params::AttnParams;
 /// ```
 #[derive(Debug, Clone, Default)]
 pub struct AttnOptions {
-    /// Factor on `q·k` (natural base). Absent means `1 / sqrt(head_dim)`. Must be finite.
+    /// Factor on `q·k` (natural base). Absent means `1 / sqrt(head_dim)`. At most 1e30 in magnitude.
     pub softmax_scale: Option<f32>,
     /// Row `i` sees no key beyond `i + seqlen_k - seqlen_q`. The same as `window_right = Some(0)`,
     /// and stronger than any other `window_right`.
@@ -26,8 +26,8 @@ pub struct AttnOptions {
     pub window_left: Option<usize>,
     /// Keys visible to the right of the diagonal. Absent means unbounded.
     pub window_right: Option<usize>,
-    /// Replaces each scaled score `s` by `softcap * tanh(s / softcap)`. Absent means off. Must be
-    /// finite and above 0.
+    /// Replaces each scaled score `s` by `softcap * tanh(s / softcap)`. Absent means off, and so does
+    /// anything above 1e30. Must be finite and above 0.
     pub softcap: Option<f32>,
     /// Adds `-slope * |i + seqlen_k - seqlen_q - j|` to the score of row `i` and key `j`, after
     /// `softcap`. F32, shape `(num_heads)` or `(batch, num_heads)`, on the device of q. The slopes are
@@ -42,8 +42,8 @@ pub struct AttnOptions {
 ///
 /// # Arguments
 ///
-/// * `q`: `(batch, seqlen_q, num_heads, head_dim)`.
-/// * `k`, `v`: `(batch, seqlen_k, num_kv_heads, head_dim)`; query head `h` reads head
+/// * `q`: `(batch, seqlen_q, num_heads, head_dim)`; F16, BF16, F32 or F64.
+/// * `k`, `v`: `(batch, seqlen_k, num_kv_heads, head_dim)`, of the same dtype; query head `h` reads head
 ///   `h / (num_heads / num_kv_heads)`.
 /// * `softmax_scale`: factor on `q·k`, usually `1 / sqrt(head_dim)`.
 /// * `causal`: hides the keys to the right of the diagonal, which is anchored at the bottom right.
@@ -104,9 +104,9 @@ pub fn flash_attn(
 ///
 /// Checked in this order, before any work is done: rank, shapes that do not match, head counts that do
 /// not divide, `head_dim` 0, dtypes that differ, devices that differ, a device, dtype or head_dim
-/// without a kernel ([`is_supported`]), a `softmax_scale` that is not finite, a `softcap` that is not
-/// finite and positive, `alibi_slopes` of another dtype, device or shape or with a value that is not
-/// finite.
+/// without a kernel ([`is_supported`]), a `softmax_scale` that is not finite or above 1e30, a `softcap`
+/// that is not finite and positive or so small that `softmax_scale / softcap` is above 1e30,
+/// `alibi_slopes` of another dtype, device or shape or with a value that is not finite or above 1e30.
 ///
 /// # Example
 ///
@@ -139,6 +139,10 @@ pub fn flash_attn_with(
 }
 
 /// Computes attention and the log-sum-exp of each row.
+///
+/// # Arguments
+///
+/// Those of [`flash_attn_with`].
 ///
 /// # Returns
 ///

@@ -26,3 +26,8 @@ mod reference;
 
 pub use api::{AttnOptions, flash_attn, flash_attn_with, flash_attn_with_lse, is_supported};
 pub use reference::reference;
+
+/// Compiles and runs the README's example.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -6,6 +6,9 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use crate::api::{AttnOptions, is_supported, supported_dtypes};
 use crate::mask::Mask;
 
+/// The largest factor that is taken: its products with numbers of any usual size stay in f32's range.
+const LARGEST_FACTOR: f32 = 1e30;
+
 /// One attention problem whose inputs have been checked against each other.
 #[derive(Debug, Clone)]
 pub(crate) struct AttnParams {
@@ -94,13 +97,24 @@ impl AttnParams {
 
         let softmax_scale = match options.softmax_scale {
             None => 1. / (head_dim as f64).sqrt(),
-            Some(scale) if scale.is_finite() => f64::from(scale),
-            Some(scale) => bail!("flash_attn: softmax_scale must be finite, got {scale}"),
+            Some(scale) if scale.abs() <= LARGEST_FACTOR => f64::from(scale),
+            Some(scale) => bail!(
+                "flash_attn: softmax_scale must be finite and at most {LARGEST_FACTOR:e} in magnitude, got {scale:e}"
+            ),
         };
         let softcap = match options.softcap {
             None => None,
-            Some(cap) if cap.is_finite() && cap > 0. => Some(f64::from(cap)),
-            Some(cap) => bail!("flash_attn: softcap must be finite and above 0, got {cap}"),
+            Some(cap) if !(cap.is_finite() && cap > 0.) => {
+                bail!("flash_attn: softcap must be finite and above 0, got {cap:e}")
+            }
+            // Beyond this it changes no score that f32 can hold.
+            Some(cap) if cap > LARGEST_FACTOR => None,
+            Some(cap) if softmax_scale.abs() / f64::from(cap) <= f64::from(LARGEST_FACTOR) => {
+                Some(f64::from(cap))
+            }
+            Some(cap) => bail!(
+                "flash_attn: softmax_scale / softcap must be at most {LARGEST_FACTOR:e}, got {softmax_scale:e} / {cap:e}"
+            ),
         };
         let alibi_slopes = options
             .alibi_slopes
@@ -164,8 +178,11 @@ fn read_alibi_slopes(
         .broadcast_as((batch, num_heads))?
         .flatten_all()?
         .to_vec1::<f32>()?;
-    if let Some(slope) = values.iter().find(|slope| !slope.is_finite()) {
-        bail!("flash_attn: alibi_slopes must be finite, got {slope}");
+    let is_usable = |slope: &&f32| slope.abs() <= LARGEST_FACTOR;
+    if let Some(slope) = values.iter().find(|slope| !is_usable(slope)) {
+        bail!(
+            "flash_attn: alibi_slopes must be finite and at most {LARGEST_FACTOR:e} in magnitude, got {slope:e}"
+        );
     }
     Ok(values)
 }

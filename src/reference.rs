@@ -12,6 +12,14 @@ use crate::params::AttnParams;
 ///
 /// Unlike the op it multiplies hidden keys by 0, so a NaN at a hidden key spreads.
 ///
+/// # Arguments
+///
+/// Those of [`flash_attn_with`](crate::flash_attn_with).
+///
+/// # Returns
+///
+/// The attention of shape and dtype of `q`, contiguous.
+///
 /// # Errors
 ///
 /// Those of [`flash_attn_with`](crate::flash_attn_with).
@@ -67,14 +75,15 @@ pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttnOptions) -> R
 
     // A row without keys has maximum -inf and sum 0; 0 and 1 in their place make its output 0.
     let row_max = scores.max_keepdim(4)?.detach();
-    let row_max = row_max
-        .eq(f64::NEG_INFINITY)?
-        .where_cond(&row_max.zeros_like()?, &row_max)?;
+    let is_blind = visible
+        .max_keepdim(1)?
+        .eq(0u8)?
+        .reshape((1, 1, 1, seqlen_q, 1))?
+        .broadcast_as(row_max.shape())?;
+    let row_max = is_blind.where_cond(&row_max.zeros_like()?, &row_max)?;
     let exponentials = scores.broadcast_sub(&row_max)?.exp()?;
     let row_sum = exponentials.sum_keepdim(4)?;
-    let row_sum = row_sum
-        .eq(0f64)?
-        .where_cond(&row_sum.ones_like()?, &row_sum)?;
+    let row_sum = is_blind.where_cond(&row_sum.ones_like()?, &row_sum)?;
     let probs = exponentials.broadcast_div(&row_sum)?;
 
     probs

@@ -78,17 +78,23 @@ pub fn main(run: impl FnOnce() -> Result<()>) -> ExitCode {
     }
 }
 
-/// The error and its causes on one line, without the backtraces that candle appends to its own.
+/// The error and its causes on one line, without the backtraces that candle appends to its own: their
+/// lines are indented.
 pub fn one_line(error: &anyhow::Error) -> String {
     let mut line = String::new();
     for cause in error.chain() {
         let cause = cause.to_string();
-        let first = cause.lines().next().unwrap_or_default();
+        let lines: Vec<&str> = cause
+            .trim()
+            .lines()
+            .filter(|line| !line.is_empty() && !line.starts_with(char::is_whitespace))
+            .collect();
+        let cause = lines.join(" ");
         if line.is_empty() {
-            line.push_str(first);
-        } else if !line.ends_with(first) {
+            line = cause;
+        } else if !line.ends_with(&cause) {
             line.push_str(": ");
-            line.push_str(first);
+            line.push_str(&cause);
         }
     }
     line

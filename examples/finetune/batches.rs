@@ -46,9 +46,15 @@ impl Batches {
                 tokens.len() > seqlen,
                 "the {part} part of the text has {} tokens, one sequence needs {}; lower --seqlen, change --held-out or give more text",
                 tokens.len(),
-                seqlen + 1
+                seqlen.saturating_add(1)
             );
         }
+        let tokens = batches.train.len();
+        anyhow::ensure!(
+            options.batch.saturating_mul(seqlen) <= tokens,
+            "--batch {} times --seqlen {seqlen} is more than the {tokens} tokens of the training part; lower one of them or give more text",
+            options.batch
+        );
         Ok(batches)
     }
 

@@ -17,6 +17,8 @@ mod generate;
 mod losses;
 #[path = "../common/model/mod.rs"]
 mod model;
+#[path = "../common/numbers.rs"]
+mod numbers;
 mod optimizer;
 mod options;
 mod plot;
@@ -43,6 +45,7 @@ use cli::DeviceName;
 use generate::Generation;
 use losses::Row;
 use model::KvCache;
+use numbers::{at_least_one, at_least_zero};
 use options::Options;
 use run_dir::RunDir;
 use trainer::Trainer;
@@ -63,7 +66,7 @@ struct Args {
     resume: Option<PathBuf>,
 
     /// Measure the held-out loss and save every N steps
-    #[arg(long, value_name = "N", default_value_t = 50)]
+    #[arg(long, value_name = "N", default_value_t = 50, value_parser = at_least_one, allow_negative_numbers = true)]
     save_every: usize,
 
     /// Draw the loss curve
@@ -71,7 +74,7 @@ struct Args {
     plot: Option<PathBuf>,
 
     /// First take N steps with this and with plain attention, and print both losses
-    #[arg(long, value_name = "N", default_value_t = 5)]
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = at_least_zero, allow_negative_numbers = true)]
     compare: usize,
 
     /// cpu or cuda[:N]
@@ -93,6 +96,9 @@ fn main() -> ExitCode {
 fn run(args: &Args) -> Result<()> {
     let device = args.device.open()?;
     let mut out = stdout().lock();
+    if let Some(file) = &args.plot {
+        plot::check(file, args.out.as_deref())?;
+    }
 
     // 1. What to train, on what, and where to.
     let (resumed, options) = match &args.resume {

@@ -8,6 +8,7 @@ use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
 use crate::model::Attention;
+use crate::numbers::{at_least_one, at_least_zero};
 
 #[derive(Debug, Clone, Args, Serialize, Deserialize)]
 pub struct Options {
@@ -27,11 +28,16 @@ pub struct Options {
     pub text: Vec<PathBuf>,
 
     /// The share at the end of each text that is kept for measuring
-    #[arg(long, value_name = "SHARE", default_value_t = 0.05)]
+    #[arg(
+        long,
+        value_name = "SHARE",
+        default_value_t = 0.05,
+        allow_negative_numbers = true
+    )]
     pub held_out: f64,
 
     /// Train adapters of this rank in place of all weights; saved merged
-    #[arg(long, value_name = "RANK", conflicts_with = "scratch")]
+    #[arg(long, value_name = "RANK", value_parser = at_least_one, allow_negative_numbers = true, conflicts_with = "scratch")]
     pub lora: Option<usize>,
 
     /// Which projections get adapters
@@ -43,31 +49,36 @@ pub struct Options {
     pub attention: Attention,
 
     /// Tokens of one sequence
-    #[arg(long, default_value_t = 256)]
+    #[arg(long, default_value_t = 256, value_parser = at_least_one, allow_negative_numbers = true)]
     pub seqlen: usize,
 
     /// Sequences of one step
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, value_parser = at_least_one, allow_negative_numbers = true)]
     pub batch: usize,
 
     /// Optimiser steps
-    #[arg(long, default_value_t = 30)]
+    #[arg(long, default_value_t = 30, value_parser = at_least_one, allow_negative_numbers = true)]
     pub steps: usize,
 
     /// Highest learning rate; a tenth of it is left at the end, along a cosine
-    #[arg(long, default_value_t = 3e-4)]
+    #[arg(long, default_value_t = 3e-4, allow_negative_numbers = true)]
     pub lr: f64,
 
     /// Steps over which the learning rate rises to its highest
-    #[arg(long, value_name = "STEPS", default_value_t = 10)]
+    #[arg(long, value_name = "STEPS", default_value_t = 10, value_parser = at_least_zero, allow_negative_numbers = true)]
     pub warmup: usize,
 
     /// AdamW's decay of matrices
-    #[arg(long, default_value_t = 0.1)]
+    #[arg(long, default_value_t = 0.1, allow_negative_numbers = true)]
     pub weight_decay: f64,
 
     /// Largest norm of the gradient, longer ones are scaled down to it
-    #[arg(long, value_name = "NORM", default_value_t = 1.0)]
+    #[arg(
+        long,
+        value_name = "NORM",
+        default_value_t = 1.0,
+        allow_negative_numbers = true
+    )]
     pub clip: f64,
 
     /// Type of the saved weights; training itself is in f32
@@ -75,7 +86,7 @@ pub struct Options {
     pub save_dtype: SaveDtype,
 
     /// Seed of random weights and of the choice of sequences
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, allow_negative_numbers = true)]
     pub seed: u64,
 }
 
@@ -83,31 +94,31 @@ pub struct Options {
 #[derive(Debug, Clone, Args, Serialize, Deserialize)]
 pub struct Size {
     /// Tokens of the vocabulary (--scratch)
-    #[arg(long, default_value_t = 3072, requires = "scratch")]
+    #[arg(long, default_value_t = 3072, value_parser = at_least_one, allow_negative_numbers = true, requires = "scratch")]
     pub vocab: usize,
 
     /// Blocks (--scratch)
-    #[arg(long, default_value_t = 4, requires = "scratch")]
+    #[arg(long, default_value_t = 4, value_parser = at_least_one, allow_negative_numbers = true, requires = "scratch")]
     pub layers: usize,
 
     /// Width of the hidden state (--scratch)
-    #[arg(long, default_value_t = 192, requires = "scratch")]
+    #[arg(long, default_value_t = 192, value_parser = at_least_one, allow_negative_numbers = true, requires = "scratch")]
     pub hidden: usize,
 
     /// Width inside the MLP (--scratch)
-    #[arg(long, default_value_t = 448, requires = "scratch")]
+    #[arg(long, default_value_t = 448, value_parser = at_least_one, allow_negative_numbers = true, requires = "scratch")]
     pub ffn: usize,
 
     /// Query heads (--scratch)
-    #[arg(long, default_value_t = 6, requires = "scratch")]
+    #[arg(long, default_value_t = 6, value_parser = at_least_one, allow_negative_numbers = true, requires = "scratch")]
     pub heads: usize,
 
     /// Key/value heads (--scratch)
-    #[arg(long, default_value_t = 2, requires = "scratch")]
+    #[arg(long, default_value_t = 2, value_parser = at_least_one, allow_negative_numbers = true, requires = "scratch")]
     pub kv_heads: usize,
 
     /// Longest text that the model is meant for (--scratch)
-    #[arg(long, default_value_t = 2048, requires = "scratch")]
+    #[arg(long, default_value_t = 2048, value_parser = at_least_one, allow_negative_numbers = true, requires = "scratch")]
     pub positions: usize,
 }
 

@@ -1,12 +1,36 @@
 //! The loss curve as a PNG image.
 
-use std::path::Path;
+use std::path::{self, Path};
 use std::sync::Once;
 
 use anyhow::{Result, anyhow, ensure};
 use plotters::prelude::*;
 
 use crate::losses::Row;
+
+/// Checks, before any work, that [`draw`] can write there; `out` is a folder that will be made.
+pub fn check(path: &Path, out: Option<&Path>) -> Result<()> {
+    let extension = path.extension().unwrap_or_default();
+    ensure!(
+        extension.eq_ignore_ascii_case("png"),
+        "--plot {}: the image is a PNG; give a name that ends in .png",
+        path.display()
+    );
+    let absolute = path::absolute(path)?;
+    ensure!(
+        !absolute.is_dir(),
+        "--plot {} is a folder; give the name of a file",
+        path.display()
+    );
+    let folder = absolute.parent().unwrap_or(&absolute);
+    let made = out.map(path::absolute).transpose()?;
+    ensure!(
+        folder.is_dir() || made.is_some_and(|out| out.starts_with(folder)),
+        "--plot {}: the folder does not exist; make it or name another",
+        path.display()
+    );
+    Ok(())
+}
 
 /// Draws the loss of every step and, where it was measured, on the held-out text.
 pub fn draw(path: &Path, rows: &[Row]) -> Result<()> {

@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_core::{Device, Tensor, safetensors};
 use candle_transformers::models::llama::{Config, Llama3RopeType, LlamaEosToks};
 use serde_json::{Value, json};
@@ -23,7 +23,8 @@ use crate::trainer::Trainer;
 pub struct RunDir(PathBuf);
 
 impl RunDir {
-    /// Makes the folder and writes what stays the same from step to step.
+    /// Makes the folder and writes what stays the same from step to step. A folder that holds a model
+    /// or a run is left as it is; one in which a run was started but saved nothing is taken over.
     pub fn create(
         path: &Path,
         options: &Options,
@@ -31,12 +32,16 @@ impl RunDir {
         tokenizer: &Tokenizer,
     ) -> Result<Self> {
         let dir = Self(path.to_path_buf());
-        ensure!(
-            !dir.file("training.safetensors").exists(),
-            "{} holds a run already; continue it with --resume, or choose another --out",
-            path.display()
-        );
+        if let Some(found) = dir.not_to_overwrite() {
+            bail!(
+                "--out {} holds {found} already, which is not overwritten; choose another --out, or continue a run with --resume DIR",
+                path.display()
+            );
+        }
         fs::create_dir_all(path).with_context(|| format!("cannot make {}", path.display()))?;
+        // First, since by it a start is told from somebody else's model.
+        let json = serde_json::to_string_pretty(options)?;
+        dir.write_text("training.json", &format!("{json}\n"))?;
         dir.write_text(
             "config.json",
             &format!("{:#}\n", to_json(config, options.save_dtype)),
@@ -46,8 +51,6 @@ impl RunDir {
                 .save(file, false)
                 .map_err(|error| anyhow!("{error}"))
         })?;
-        let options = serde_json::to_string_pretty(options)?;
-        dir.write_text("training.json", &format!("{options}\n"))?;
         Ok(dir)
     }
 
@@ -61,7 +64,8 @@ impl RunDir {
                 file.display()
             )
         })?;
-        let options = serde_json::from_str(&text).with_context(|| file.display().to_string())?;
+        let options = serde_json::from_str(&text).with_context(|| dir.cannot_resume(&file))?;
+        dir.saved_state()?;
         Ok((dir, options))
     }
 
@@ -78,22 +82,58 @@ impl RunDir {
 
     /// Puts the trainer where the last [`RunDir::save`] left it and returns the rows up to there.
     pub fn restore(&self, trainer: &mut Trainer, device: &Device) -> Result<Vec<Row>> {
-        let file = self.file("training.safetensors");
+        let file = self.saved_state()?;
         safetensors::load(&file, device)
             .map_err(anyhow::Error::from)
             .and_then(|state| trainer.restore(&state))
-            .with_context(|| format!("cannot resume from {}", file.display()))?;
+            .with_context(|| self.cannot_resume(&file))?;
         let file = self.file("losses.csv");
         let csv = fs::read_to_string(&file)
             .map_err(anyhow::Error::from)
             .and_then(|csv| losses::from_csv(&csv));
-        let mut rows = csv.with_context(|| format!("cannot read {}", file.display()))?;
+        let mut rows = csv.with_context(|| self.cannot_resume(&file))?;
         rows.retain(|row| row.step.step <= trainer.steps_taken());
         Ok(rows)
     }
 
     pub fn path(&self) -> &Path {
         &self.0
+    }
+
+    /// What to say of a file that is damaged.
+    fn cannot_resume(&self, file: &Path) -> String {
+        format!(
+            "cannot resume from {}, which is damaged or of another run; put back a copy of it, or start a new run from the model saved beside it with --model {} and another --out",
+            file.display(),
+            self.0.display()
+        )
+    }
+
+    /// The file that a save writes last.
+    fn saved_state(&self) -> Result<PathBuf> {
+        let file = self.file("training.safetensors");
+        ensure!(
+            file.exists(),
+            "cannot resume from {}, which has no training.safetensors: nothing was saved yet; start the run again with --out",
+            self.0.display()
+        );
+        Ok(file)
+    }
+
+    /// A file of a model or of a run, unless it is a start without a save.
+    fn not_to_overwrite(&self) -> Option<&'static str> {
+        let weights = [
+            "training.safetensors",
+            "model.safetensors",
+            "model.safetensors.index.json",
+        ];
+        let rewritten_by_a_start = ["config.json", "tokenizer.json"];
+        let exists = |name: &&'static str| self.file(name).exists();
+        let found = weights.into_iter().find(exists);
+        if found.is_some() || self.file("training.json").exists() {
+            return found;
+        }
+        rewritten_by_a_start.into_iter().find(exists)
     }
 
     fn file(&self, name: &str) -> PathBuf {

@@ -7,6 +7,7 @@ use clap::{Parser, ValueEnum};
 
 use crate::cli::DeviceName;
 use crate::model::Attention;
+use crate::numbers::{at_least_one, at_least_zero};
 
 /// Runs a Llama with this crate's attention and with plain attention on the same weights: speed and
 /// memory of a long prompt, the difference of the logits, then the continuation.
@@ -25,15 +26,15 @@ pub struct Args {
     pub prompt_file: Option<PathBuf>,
 
     /// Take only the first N tokens of the text [default: all of a prompt, 1792 of the text in examples/data]
-    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    #[arg(long, value_name = "N", value_parser = at_least_one, allow_negative_numbers = true)]
     pub prefill: Option<usize>,
 
     /// Tokens to generate
-    #[arg(long, value_name = "N", default_value_t = 200)]
+    #[arg(long, value_name = "N", default_value_t = 200, value_parser = at_least_zero, allow_negative_numbers = true)]
     pub sample_len: usize,
 
     /// Feed the prompt to the model N tokens at a time [default: all at once]
-    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    #[arg(long, value_name = "N", value_parser = at_least_one, allow_negative_numbers = true)]
     pub chunk: Option<usize>,
 
     /// Which attention to run
@@ -57,7 +58,7 @@ pub struct Args {
     pub top_p: f64,
 
     /// Seed of the choice of tokens
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, allow_negative_numbers = true)]
     pub seed: u64,
 
     /// Print one JSON object instead of text
@@ -98,13 +99,6 @@ fn parse_dtype(name: &str) -> Result<DType, String> {
         "f16" => Ok(DType::F16),
         "bf16" => Ok(DType::BF16),
         _ => Err(format!("got {name:?}, expected f32, f16 or bf16")),
-    }
-}
-
-fn at_least_one(value: &str) -> Result<usize, String> {
-    match value.parse() {
-        Ok(number) if number > 0 => Ok(number),
-        _ => Err("expected a whole number of at least 1".to_string()),
     }
 }
 

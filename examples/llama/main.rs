@@ -16,6 +16,8 @@ mod generate;
 mod memory;
 #[path = "../common/model/mod.rs"]
 mod model;
+#[path = "../common/numbers.rs"]
+mod numbers;
 mod prompt;
 mod report;
 

@@ -57,7 +57,7 @@ impl Prompt {
 
         let positions = checkpoint.config.max_position_embeddings;
         ensure!(
-            tokens.len() + args.sample_len <= positions,
+            tokens.len().saturating_add(args.sample_len) <= positions,
             "{} tokens of {source} and {} to generate are more than the model's {positions} positions; lower --prefill or --sample-len",
             tokens.len(),
             args.sample_len

@@ -10,7 +10,7 @@ use pulp::{Simd, WithSimd};
 use super::buffer::{TRANSPOSED_ROWS, Tile, padded};
 use super::element::Element;
 use super::forward_tile::all_finite;
-use super::matmul::{Begin, Product};
+use super::matmul::{Begin, MAX_ROWS, Product};
 use super::rows::{Alibi, RowTile, Scaling, View};
 use super::simd::{Real, exp2, tanh};
 use crate::params::AttnParams;
@@ -131,9 +131,6 @@ pub(crate) struct Step<'a, E: Element> {
     pub(crate) scratch: &'a mut Scratch<E::Acc>,
 }
 
-/// Query rows, or keys, that a product of a masked tile takes together.
-const MASKED_BLOCK: usize = 6;
-
 impl<E: Element> WithSimd for Step<'_, E> {
     type Output = ();
 
@@ -178,7 +175,7 @@ impl<E: Element> WithSimd for Step<'_, E> {
                 && all_finite(&scratch.dout, tile.rows(), head_dim)
                 && all_finite(&scratch.k, keys.len(), head_dim)
             {
-                MASKED_BLOCK
+                MAX_ROWS
             } else {
                 // 0 * NaN is NaN: no row may meet a key that it doesn't see.
                 1

@@ -65,18 +65,22 @@ pub(crate) fn forward<E: Element>(
     let tiling = RowTiling::new(params, max_rows);
     // The few-row kernel sums scores in another order than the backward does.
     let few_rows = !for_backward && tiling.max_rows() <= decode::MAX_ROWS;
-    // It also takes all heads together: they lie side by side in K and V, on the same pages.
-    let tiles_of_item = if few_rows { num_kv_heads } else { 1 };
     let max_keys = if few_rows {
         decode::tile_keys::<E::Acc>(num_kv_heads, head_dim)
     } else {
         max_keys
     };
-    let items = batch * num_kv_heads * tiling.head_blocks * tiling.m_tiles / tiles_of_item;
+    // The few-row kernel takes neighbouring heads together, which lie side by side in K and V, on the
+    // same pages: all of a sequence, unless its keys are too few to make enough parts.
+    let tiles_of_sequence = if few_rows { num_kv_heads } else { 1 };
+    let sequences = batch * num_kv_heads * tiling.head_blocks * tiling.m_tiles / tiles_of_sequence;
     let parts = MIN_ITEMS
-        .div_ceil(items)
+        .div_ceil(sequences)
         .min(seqlen_k / min_keys_of_part(few_rows))
         .max(1);
+    let tiles_of_item =
+        tiles_of_sequence.div_ceil(MIN_ITEMS.div_ceil(sequences * parts).min(tiles_of_sequence));
+    let items_of_sequence = tiles_of_sequence.div_ceil(tiles_of_item);
 
     let mut partial =
         Partial::<E::Acc>::new(if parts > 1 { parts * stats_len } else { 0 }, head_dim);
@@ -85,7 +89,7 @@ pub(crate) fn forward<E: Element>(
     let shared_partial = partial.share();
 
     for_each_item(
-        items * parts,
+        sequences * items_of_sequence * parts,
         stats_len * seqlen_k * head_dim * 2,
         || {
             let rows = tiling.max_rows();
@@ -93,8 +97,10 @@ pub(crate) fn forward<E: Element>(
         },
         |scratch, item| {
             let (item, part) = (item / parts, item % parts);
-            let tiles: Vec<RowTile> = (item * tiles_of_item..(item + 1) * tiles_of_item)
-                .map(|index| tiling.longest_first(batch, index))
+            let (sequence, first) = (item / items_of_sequence, item % items_of_sequence);
+            let first = first * tiles_of_item;
+            let tiles: Vec<RowTile> = (first..(first + tiles_of_item).min(tiles_of_sequence))
+                .map(|tile| tiling.longest_first(batch, sequence * tiles_of_sequence + tile))
                 .collect();
             let visible = params.mask.keys_of_rows(tiles[0].positions.clone());
             let keys = visible.start + visible.len() * part / parts
@@ -126,6 +132,7 @@ pub(crate) fn forward<E: Element>(
                     unsafe {
                         if parts == 1 {
                             finish_row::<E>(
+                                !params.mask.keys_of_row(position).is_empty(),
                                 acc,
                                 max,
                                 sum,

@@ -26,7 +26,7 @@ use pulp::{Simd, WithSimd};
 use super::buffer::{TRANSPOSED_ROWS, Tile, padded};
 use super::decode;
 use super::element::Element;
-use super::matmul::{Begin, Product};
+use super::matmul::{Begin, MAX_ROWS, Product};
 use super::online_softmax::OnlineSoftmax;
 use super::rows::{Alibi, RowTile, Scaling, View};
 use super::simd::{Real, lanes, tanh};
@@ -189,7 +189,7 @@ fn multiply_scores<S: Simd, T: Real>(
     scratch: &mut Scratch<T>,
 ) {
     /// Keys in a block of a masked tile.
-    const BLOCK: usize = 12;
+    const BLOCK: usize = 2 * MAX_ROWS;
 
     let block = if masked { BLOCK } else { keys.len() };
     for first in (0..keys.len()).step_by(block) {
@@ -230,7 +230,7 @@ fn multiply_values<S: Simd, T: Real>(
     let block = if !masked {
         rows
     } else if all_finite(&scratch.v, keys.len(), params.head_dim) {
-        6
+        MAX_ROWS
     } else {
         // 0 * NaN is NaN: no row may meet a key that it doesn't see.
         1

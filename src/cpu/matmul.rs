@@ -19,7 +19,7 @@ use super::buffer::Tile;
 use super::simd::{Real, lanes};
 
 /// Rows of `out` in one micro-kernel.
-const MAX_ROWS: usize = 6;
+pub(crate) const MAX_ROWS: usize = 6;
 /// Vectors of `out` in one micro-kernel, with 32 registers and with 16.
 const MAX_VECTORS: usize = 4;
 const MAX_VECTORS_16_REGISTERS: usize = 2;
@@ -213,18 +213,18 @@ impl<S: Simd, T: Real> Micro<S, T> {
         macro_rules! dispatch {
             ($($rows:literal)*) => {
                 match (rows, vectors) {
-                    // SAFETY: passed on from the caller, with the same extents.
                     $(
-                        ($rows, 1) => unsafe { self.run::<$rows, 1>() },
-                        ($rows, 2) => unsafe { self.run::<$rows, 2>() },
-                        ($rows, 3) if S::REGISTER_COUNT >= 32 => unsafe { self.run::<$rows, 3>() },
-                        ($rows, 4) if S::REGISTER_COUNT >= 32 => unsafe { self.run::<$rows, 4>() },
+                        ($rows, 1) => self.run::<$rows, 1>(),
+                        ($rows, 2) => self.run::<$rows, 2>(),
+                        ($rows, 3) if S::REGISTER_COUNT >= 32 => self.run::<$rows, 3>(),
+                        ($rows, 4) if S::REGISTER_COUNT >= 32 => self.run::<$rows, 4>(),
                     )*
                     _ => unreachable!("block of {rows} x {vectors} vectors"),
                 }
             };
         }
-        dispatch!(1 2 3 4 5 6)
+        // SAFETY: `run` has the contract of this function, with the same extents.
+        unsafe { dispatch!(1 2 3 4 5 6) }
     }
 
     /// The micro-kernel.

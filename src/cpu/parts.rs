@@ -7,7 +7,11 @@ use super::simd::Real;
 use crate::params::AttnParams;
 
 /// Divides by the row's sum, rounds, and stores out and the statistics of one row.
+///
+/// A row that sees no key keeps out = 0 and lse = -inf. One that sees keys and whose scores are all
+/// -inf has sum 0 too, but by definition its output is NaN.
 pub(crate) fn finish_row<E: Element>(
+    sees_keys: bool,
     acc: &mut [E::Acc],
     max: E::Acc,
     sum: E::Acc,
@@ -15,10 +19,14 @@ pub(crate) fn finish_row<E: Element>(
     out_max: &mut E::Acc,
     out_log_sum: &mut E::Acc,
 ) {
-    // A row that sees no key keeps out = 0 and lse = -inf; a NaN sum is not equal to 0 and goes on.
-    if sum == E::Acc::ZERO {
+    if !sees_keys {
         return;
     }
+    let sum = if sum == E::Acc::ZERO {
+        E::Acc::from_f64(f64::NAN)
+    } else {
+        sum
+    };
     for x in acc.iter_mut() {
         *x = *x / sum;
     }
@@ -99,12 +107,14 @@ pub(crate) fn combine<E: Element>(
             .fold(E::Acc::NEG_INFINITY, |a, b| if b > a { b } else { a });
         acc.fill(E::Acc::ZERO);
         let mut sum = E::Acc::ZERO;
+        // Where no part has a score above -inf there is nothing to add, and -inf - -inf is NaN.
+        let parts = if max == E::Acc::NEG_INFINITY {
+            0
+        } else {
+            parts
+        };
         for part in 0..parts {
             let row = part * rows + row;
-            // A part without visible keys has sum 0, and its maximum, -inf, must not be subtracted.
-            if partial.sum[row] == E::Acc::ZERO {
-                continue;
-            }
             let weight = E::Acc::from_f64((partial.max[row].to_f64() - max.to_f64()).exp2());
             sum = sum + partial.sum[row] * weight;
             for (acc, &x) in acc.iter_mut().zip(&partial.out[row * head_dim..]) {
@@ -118,6 +128,7 @@ pub(crate) fn combine<E: Element>(
         );
         let stats_row = (batch * num_heads + head) * seqlen_q + position;
         finish_row::<E>(
+            !params.mask.keys_of_row(position).is_empty(),
             &mut acc,
             max,
             sum,

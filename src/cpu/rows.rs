@@ -84,30 +84,29 @@ impl<'a, E: Element> View<'a, E> {
         self.strides[2] <= self.strides[1]
     }
 
-    /// Asks for a row to be brought into cache.
+    /// Asks for a row to be brought into cache, if it lies in one piece.
     #[inline(always)]
     pub(crate) fn prefetch(&self, batch: usize, position: usize, head: usize) {
         let [batch_stride, seqlen_stride, head_stride, stride] = self.strides;
-        let start = batch * batch_stride + position * seqlen_stride + head * head_stride;
-        let row_bytes = ((self.head_dim - 1) * stride + 1) * size_of::<E>();
-        if let Some(first) = self.data.get(start) {
-            prefetch_bytes(first, row_bytes);
+        if stride == 1 {
+            let start = batch * batch_stride + position * seqlen_stride + head * head_stride;
+            prefetch_slice(&self.data[start..][..self.head_dim]);
         }
     }
 }
 
-/// Asks for the cache lines of `len` bytes from `start` on; a hint that reads nothing.
+/// Asks for the cache lines of a slice; a hint that reads nothing.
 #[inline(always)]
-fn prefetch_bytes<E>(start: &E, len: usize) {
+fn prefetch_slice<E>(slice: &[E]) {
     #[cfg(target_arch = "x86_64")]
-    for offset in (0..len).step_by(LINE_BYTES) {
+    for offset in (0..size_of_val(slice)).step_by(LINE_BYTES) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        let address = std::ptr::from_ref(start).cast::<i8>().wrapping_add(offset);
+        let address = slice.as_ptr().cast::<i8>().wrapping_add(offset);
         // SAFETY: a prefetch never faults, whatever the address.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(address) };
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (start, len);
+    let _ = slice;
 }
 
 /// The query rows of one tile: `positions` x `heads`, the heads of a position side by side.

@@ -126,10 +126,21 @@ fn batches_follow_from_the_seed_and_hold_some_text_out() -> Result<()> {
 
 #[test]
 fn values_that_no_run_can_have_are_refused() {
+    // The command line refuses these, a training.json may hold them.
+    type Change = fn(&mut Options);
+    let cases: [(Change, &str); 3] = [
+        (|options| options.seqlen = 0, "--seqlen must be at least 1"),
+        (|options| options.batch = 0, "--batch must be at least 1"),
+        (|options| options.steps = 0, "--steps must be at least 1"),
+    ];
+    for (change, expected) in cases {
+        let mut options = setup::options(&[]);
+        change(&mut options);
+        let message = options.check().expect_err(expected).to_string();
+        assert!(message.contains(expected), "{message}");
+    }
+
     let cases = [
-        (["--seqlen", "0"], "--seqlen must be at least 1"),
-        (["--batch", "0"], "--batch must be at least 1"),
-        (["--steps", "0"], "--steps must be at least 1"),
         (["--lr", "nan"], "--lr must be a number above 0"),
         (["--clip", "0"], "--clip must be a number above 0"),
         (["--weight-decay", "1"], "--weight-decay must be"),

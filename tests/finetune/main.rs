@@ -12,6 +12,8 @@ mod generate;
 mod losses;
 #[path = "../../examples/common/model/mod.rs"]
 mod model;
+#[path = "../../examples/common/numbers.rs"]
+mod numbers;
 #[path = "../../examples/finetune/optimizer.rs"]
 mod optimizer;
 #[path = "../../examples/finetune/options.rs"]

@@ -237,7 +237,125 @@ fn a_folder_is_not_overwritten_and_only_a_run_is_resumed() -> Result<()> {
     let again = start(&path, &options)
         .err()
         .map(|error| format!("{error:#}"));
-    assert!(again.is_some_and(|message| message.contains("holds a run already")));
+    assert!(again.is_some_and(|message| message.contains("holds training.safetensors already")));
+    Ok(())
+}
+
+#[test]
+fn the_folder_of_a_model_is_not_overwritten() -> Result<()> {
+    let options = setup::options(&[]);
+    for name in [
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "config.json",
+        "tokenizer.json",
+        "training.safetensors",
+    ] {
+        let folder = TempDir::new()?;
+        let file = folder.path().join(name);
+        fs::write(&file, "somebody's")?;
+        let refused = start(folder.path(), &options)
+            .err()
+            .map(|error| format!("{error:#}"));
+        let message = refused.expect(name);
+        assert!(
+            message.contains(&format!("holds {name} already"))
+                && message.contains("choose another --out, or continue a run with --resume")
+                && !message.contains('\n'),
+            "{message}"
+        );
+        assert_eq!(fs::read_to_string(file)?, "somebody's");
+        assert_eq!(fs::read_dir(folder.path())?.count(), 1, "{name}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_damaged_run_is_named_with_what_to_do() -> Result<()> {
+    let folder = TempDir::new()?;
+    let path = folder.path().join("run");
+    let options = setup::options(&[]);
+    let (mut trainer, dir) = start(&path, &options)?;
+    let unsaved = RunDir::open(&path).err().map(|error| format!("{error:#}"));
+    assert!(unsaved.is_some_and(|message| message.contains("start the run again with --out")));
+    dir.save(&trainer, &[], &options)?;
+    for name in ["training.safetensors", "losses.csv", "training.json"] {
+        let file = path.join(name);
+        let whole = fs::read(&file)?;
+        fs::write(&file, &whole[..whole.len() / 2])?;
+        let refused = RunDir::open(&path)
+            .and_then(|(dir, _)| dir.restore(&mut trainer, &Device::Cpu))
+            .err()
+            .map(|error| format!("{error:#}"));
+        let message = refused.expect(name);
+        assert!(
+            message.contains(&format!("cannot resume from {}", file.display()))
+                && message.contains("put back a copy of it, or start a new run"),
+            "{message}"
+        );
+        fs::write(&file, whole)?;
+    }
+    RunDir::open(&path)?.0.restore(&mut trainer, &Device::Cpu)?;
+    Ok(())
+}
+
+#[test]
+fn numbers_that_no_run_can_have_are_refused() -> Result<()> {
+    for flag in [
+        "--vocab",
+        "--layers",
+        "--hidden",
+        "--ffn",
+        "--heads",
+        "--kv-heads",
+        "--positions",
+        "--seqlen",
+        "--batch",
+        "--steps",
+    ] {
+        for value in ["0", "-1"] {
+            let message = setup::try_options(&[flag, value])
+                .err()
+                .map(|error| error.to_string());
+            assert!(
+                message.is_some_and(|text| text.contains("expected a whole number of at least 1")),
+                "{flag} {value}"
+            );
+        }
+    }
+    for (batch, seqlen) in [
+        ("99999999999", "32"),
+        ("18446744073709551615", "32"),
+        ("2", "18446744073709551615"),
+    ] {
+        let options = setup::options(&["--batch", batch, "--seqlen", seqlen]);
+        let checkpoint = setup::checkpoint(&options)?;
+        let refused = setup::trainer(&options, &checkpoint, Attention::Flash)
+            .err()
+            .map(|error| format!("{error:#}"));
+        assert!(refused.is_some_and(|message| message.contains("give more text")));
+    }
+    Ok(())
+}
+
+#[test]
+fn a_plot_that_cannot_be_written_is_refused_before_the_run() -> Result<()> {
+    let folder = TempDir::new()?;
+    let out = folder.path().join("run");
+    let inside = out.join("loss.png");
+    plot::check(&folder.path().join("loss.png"), None)?;
+    plot::check(Path::new("loss.PNG"), None)?;
+    plot::check(&inside, Some(&out))?;
+    for (file, expected) in [
+        (inside, "the folder does not exist"),
+        (folder.path().join("loss.txt"), "ends in .png"),
+        (folder.path().join("loss"), "ends in .png"),
+    ] {
+        let refused = plot::check(&file, None)
+            .err()
+            .map(|error| error.to_string());
+        assert!(refused.is_some_and(|message| message.contains(expected)));
+    }
     Ok(())
 }
 

@@ -24,9 +24,15 @@ struct Args {
 
 /// The options of a tiny run, and `more`.
 pub fn options(more: &[&str]) -> Options {
+    try_options(more).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// The same, or what the command line says to them.
+pub fn try_options(more: &[&str]) -> Result<Options, clap::Error> {
     let scratch = "finetune --scratch --vocab 320 --layers 2 --hidden 32 --ffn 64 --heads 4 --kv-heads 2 \
         --positions 64 --seqlen 32 --batch 2 --steps 12 --warmup 3 --lr 3e-3";
-    Args::parse_from(scratch.split_whitespace().chain(more.iter().copied())).options
+    let args = Args::try_parse_from(scratch.split_whitespace().chain(more.iter().copied()))?;
+    Ok(args.options)
 }
 
 /// The model that the options make, always the same.

@@ -13,7 +13,7 @@ use crate::support::layout::Layout;
 use crate::support::naive;
 use crate::support::problem::Problem;
 use crate::support::run;
-use crate::support::tensors::{Inputs, fill, host, set};
+use crate::support::tensors::{Inputs, fill, full, host, set};
 use crate::support::verify::unit_roundoff;
 
 /// Compares out, lse and gradients with the host, NaN for NaN and infinity for infinity.
@@ -268,6 +268,168 @@ fn nan_in_the_output_gradient_of_a_blind_row_reaches_nothing() -> Result<()> {
                 .iter()
                 .all(|&x| x == 0.)
         );
+        Ok(())
+    })
+}
+
+/// Where every score that a row sees is -inf, the definition says `exp(-inf - -inf)`: NaN, in out and
+/// in lse. Not so where a row sees no key.
+fn unseen_or_nan(problem: &Problem) -> (Vec<f64>, Vec<f64>) {
+    let p = problem;
+    let row = |i: usize, sees_none: f64| match p.visible(i).is_empty() {
+        true => sees_none,
+        false => f64::NAN,
+    };
+    let numbers = p.num_heads * p.head_dim;
+    let out = (0..p.batch * p.seqlen_q * numbers).map(|n| row(n / numbers % p.seqlen_q, 0.));
+    let rows = 0..p.batch * p.num_heads * p.seqlen_q;
+    let lse = rows.map(|n| row(n % p.seqlen_q, f64::NEG_INFINITY));
+    (out.collect(), lse.collect())
+}
+
+/// Few rows, few rows on split keys, tiles, and tiles on split keys; some rows see nothing.
+fn shapes_of_every_kernel() -> Vec<Problem> {
+    vec![
+        Problem::new(1, [1, 1], [1, 1], 8),
+        Problem::new(2, [3, 100], [4, 2], 8).causal(),
+        Problem::new(1, [6, 3], [1, 1], 8).causal(),
+        Problem::new(1, [3, 1500], [2, 1], 8),
+        Problem::new(1, [3, 1500], [2, 1], 8)
+            .window(Some(700), Some(1))
+            .alibi(),
+        Problem::new(2, [100, 130], [2, 1], 8),
+        Problem::new(1, [100, 70], [2, 1], 8).causal().alibi(),
+        Problem::new(1, [90, 300], [2, 1], 8).window(Some(20), Some(5)),
+        Problem::new(1, [20, 1500], [2, 1], 8).causal(),
+    ]
+}
+
+/// Both forwards, against `(out, lse)`.
+fn check_forwards(
+    name: &str,
+    problem: &Problem,
+    inputs: &Inputs,
+    (out, lse): (&[f64], &[f64]),
+) -> Result<()> {
+    let untracked = run::forward(problem, inputs)?;
+    let tracked = run::forward_backward(problem, inputs)?;
+    for (pass, ours_out, ours_lse) in [
+        ("untracked", &untracked.0, &untracked.1),
+        ("tracked", &tracked.out, &tracked.lse),
+    ] {
+        let limit = 4. * unit_roundoff(inputs.q.dtype()).max(1e-6);
+        let name = format!("with {name} in {problem:?}");
+        same_pattern(&format!("{pass} out {name}"), ours_out, out, limit)?;
+        same_pattern(&format!("{pass} lse {name}"), ours_lse, lse, 1e-5)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn rows_whose_scores_are_all_minus_infinity_are_nan() -> Result<()> {
+    for_each_dtype(8, |device, dtype| {
+        for problem in shapes_of_every_kernel() {
+            let (out, lse) = unseen_or_nan(&problem);
+            let normal = Inputs::normal(&problem, dtype, device, 23)?;
+            // f16 has no finite numbers whose product f32 can't hold.
+            let (q, k) = match dtype {
+                DType::F16 => (1., f64::NEG_INFINITY),
+                DType::F64 => (1e200, -1e200),
+                _ => (1e30, -1e30),
+            };
+            for (q, k) in [(q, k), (1., f64::NEG_INFINITY)] {
+                for v in [None, Some(f64::NAN)] {
+                    let constant = [q, k, v.unwrap_or(0.), 1.];
+                    let mut inputs = Inputs::constant(&problem, constant, dtype, device)?;
+                    if v.is_none() {
+                        inputs.v = normal.v.clone();
+                    }
+                    let name = format!("q {q}, k {k}, v {v:?}");
+                    check_forwards(&name, &problem, &inputs, (&out, &lse))?;
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+/// The gradients too: NaN exactly where the definition has it.
+#[test]
+fn keys_of_minus_infinity_give_the_gradients_of_the_definition() -> Result<()> {
+    for_each_dtype(8, |device, dtype| {
+        if !device.is_cpu() {
+            return Ok(());
+        }
+        for problem in shapes_of_every_kernel() {
+            let mut inputs = Inputs::normal(&problem, dtype, device, 24)?;
+            inputs.q = inputs.q.abs()?;
+            inputs.k = full(&problem.kv_dims(), f64::NEG_INFINITY, dtype, device)?;
+            check("every key -inf", &problem, &inputs)?;
+        }
+        Ok(())
+    })
+}
+
+/// A row of zeros among them has scores of 0: the mean of V, whatever its neighbours are.
+#[test]
+fn rows_of_finite_scores_beside_rows_of_minus_infinity_are_finite() -> Result<()> {
+    for_each_dtype(8, |device, dtype| {
+        let (q, k) = match dtype {
+            DType::F16 => return Ok(()),
+            DType::F64 => (1e200, -1e200),
+            _ => (1e30, -1e30),
+        };
+        for mut problem in shapes_of_every_kernel() {
+            // The slopes would not cancel.
+            problem.alibi = None;
+            let mut inputs = Inputs::normal(&problem, dtype, device, 25)?;
+            inputs.q = full(&problem.q_dims(), 0., dtype, device)?;
+            inputs.k = full(&problem.kv_dims(), k, dtype, device)?;
+            let (zeros, keys) = (host(&inputs.q)?, host(&inputs.k)?);
+            let mean = naive::forward(&problem, &zeros, &keys, &host(&inputs.v)?);
+            let (mut out, mut lse) = unseen_or_nan(&problem);
+            let numbers = problem.num_heads * problem.head_dim;
+            for (n, x) in out.iter_mut().enumerate() {
+                if n / numbers % problem.seqlen_q % 3 != 0 {
+                    *x = mean.out[n];
+                }
+            }
+            for (n, x) in lse.iter_mut().enumerate() {
+                if n % problem.seqlen_q % 3 != 0 {
+                    *x = mean.lse[n];
+                }
+            }
+            for i in (0..problem.seqlen_q).step_by(3) {
+                inputs.q = fill(&inputs.q, 1, i..i + 1, q)?;
+            }
+            check_forwards("q 0 in part", &problem, &inputs, (&out, &lse))?;
+        }
+        Ok(())
+    })
+}
+
+/// -inf in some of the keys: of whole tiles and of whole parts, but not of all that a row sees.
+#[test]
+fn keys_of_minus_infinity_among_others_weigh_nothing() -> Result<()> {
+    for_each_dtype(8, |device, dtype| {
+        if !device.is_cpu() {
+            return Ok(());
+        }
+        for problem in shapes_of_every_kernel() {
+            let seqlen = problem.seqlen_k;
+            for hidden in [0..seqlen / 2, seqlen / 2..seqlen - 1, 1..seqlen] {
+                if hidden.is_empty() {
+                    continue;
+                }
+                let mut inputs = Inputs::normal(&problem, dtype, device, 26)?;
+                inputs.q = inputs.q.abs()?;
+                inputs.k = fill(&inputs.k, 1, hidden.clone(), f64::NEG_INFINITY)?;
+                check(&format!("keys {hidden:?} -inf"), &problem, &inputs)?;
+                // Their weight is 0, and 0 * NaN is NaN.
+                inputs.v = fill(&inputs.v, 1, hidden.clone(), f64::NAN)?;
+                check(&format!("keys {hidden:?} -inf, V NaN"), &problem, &inputs)?;
+            }
+        }
         Ok(())
     })
 }

@@ -6,7 +6,11 @@ use candle_flash_gqa::{
     AttnOptions, flash_attn, flash_attn_with, flash_attn_with_lse, is_supported, reference,
 };
 
-use crate::support::device::{FLOATS, devices, for_each_device};
+use crate::support::compare::identical;
+use crate::support::device::{FLOATS, devices, for_each_device, for_each_dtype};
+use crate::support::problem::Problem;
+use crate::support::run;
+use crate::support::tensors::Inputs;
 
 /// A call that must be refused, and what the message must hold.
 struct Refused {
@@ -190,6 +194,30 @@ const OPTIONS: &[Refused] = &[
         ..GOOD
     },
     Refused {
+        name: "scale above 1e30",
+        options: |_| Ok(scale(1.1e30)),
+        message: &["softmax_scale", "1e30", "got 1.1e30"],
+        ..GOOD
+    },
+    Refused {
+        name: "scale below -1e30",
+        options: |_| Ok(scale(-f32::MAX)),
+        message: &["softmax_scale", "1e30", "got -3.4028235e38"],
+        ..GOOD
+    },
+    Refused {
+        name: "softcap far below the default scale",
+        options: |_| Ok(softcap(f32::MIN_POSITIVE)),
+        message: &["softcap", "softmax_scale", "1e30", "1.1754944e-38"],
+        ..GOOD
+    },
+    Refused {
+        name: "softcap far below the scale",
+        options: |_| Ok(scale_and_softcap(-1e20, 9e-11)),
+        message: &["softcap", "softmax_scale", "1e30", "9e-11"],
+        ..GOOD
+    },
+    Refused {
         name: "slopes in f64",
         options: |device| slopes(&[6], DType::F64, 1., device),
         message: &["alibi_slopes must be F32", "F64"],
@@ -225,6 +253,18 @@ const OPTIONS: &[Refused] = &[
         message: &["alibi_slopes must be finite", "inf"],
         ..GOOD
     },
+    Refused {
+        name: "slopes above 1e30",
+        options: |device| slopes(&[6], DType::F32, 1.1e30, device),
+        message: &["alibi_slopes", "1e30", "got 1.1e30"],
+        ..GOOD
+    },
+    Refused {
+        name: "slopes below -1e30",
+        options: |device| slopes(&[2, 6], DType::F32, -1.1e30, device),
+        message: &["alibi_slopes", "1e30", "got -1.1e30"],
+        ..GOOD
+    },
 ];
 
 fn scale(softmax_scale: f32) -> AttnOptions {
@@ -238,6 +278,13 @@ fn softcap(softcap: f32) -> AttnOptions {
     AttnOptions {
         softcap: Some(softcap),
         ..AttnOptions::default()
+    }
+}
+
+fn scale_and_softcap(softmax_scale: f32, cap: f32) -> AttnOptions {
+    AttnOptions {
+        softmax_scale: Some(softmax_scale),
+        ..softcap(cap)
     }
 }
 
@@ -352,7 +399,14 @@ fn good_calls_at_the_edge_of_what_is_allowed_are_not_refused() -> Result<()> {
         let allowed = [
             scale(0.),
             scale(-3.),
-            softcap(f32::MIN_POSITIVE),
+            scale(1e30),
+            scale(-1e30),
+            softcap(1e-29),
+            softcap(f32::MAX),
+            scale_and_softcap(-1e20, 1.1e-10),
+            scale_and_softcap(0., f32::MIN_POSITIVE),
+            slopes(&[6], DType::F32, 1e30, device)?,
+            slopes(&[2, 6], DType::F32, -1e30, device)?,
             slopes(&[6], DType::F32, -1., device)?,
             slopes(&[2, 6], DType::F32, 0., device)?,
             AttnOptions {
@@ -365,6 +419,30 @@ fn good_calls_at_the_edge_of_what_is_allowed_are_not_refused() -> Result<()> {
         for options in allowed {
             let out = flash_attn_with(&q, &k, &v, &options)?;
             ensure!(out.dims() == GOOD.q, "{options:?}");
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn a_softcap_above_1e30_is_off() -> Result<()> {
+    for_each_dtype(40, |device, dtype| {
+        for seqlen_q in [2, 70] {
+            let off = Problem::new(1, [seqlen_q, 130], [4, 2], 40).causal();
+            let inputs = Inputs::normal(&off, dtype, device, 1)?;
+            let expected = run::forward_backward(&off, &inputs)?;
+            let (expected_out, expected_lse) = run::forward(&off, &inputs)?;
+            for cap in [1.1e30, f32::MAX] {
+                let capped = off.clone().softcap(cap);
+                let ours = run::forward_backward(&capped, &inputs)?;
+                for ((name, ours), (_, expected)) in ours.named().into_iter().zip(expected.named())
+                {
+                    identical(name, ours, expected)?;
+                }
+                let (out, lse) = run::forward(&capped, &inputs)?;
+                identical("untracked out", &out, &expected_out)?;
+                identical("untracked lse", &lse, &expected_lse)?;
+            }
         }
         Ok(())
     })

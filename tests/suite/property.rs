@@ -1,7 +1,7 @@
 //! Random shapes, strides and options against f64 on the host.
 
-use anyhow::Result;
-use candle_core::DType;
+use anyhow::{Result, anyhow};
+use candle_core::{DType, Device};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
@@ -15,16 +15,63 @@ use candle_flash_gqa::is_supported;
 
 const CASES: u32 = 300;
 
-fn problems() -> impl Strategy<Value = Problem> {
-    let shapes = (
+const LARGE_CASES: u32 = 60;
+
+/// Batch, seqlen_q, seqlen_k, num_kv_heads, heads of a group, head_dim.
+type Shape = (usize, usize, usize, usize, usize, usize);
+
+/// Shapes within a tile, of all kinds.
+fn small() -> impl Strategy<Value = Shape> {
+    (
         1..=3usize,
         1..=40usize,
         1..=60usize,
         1..=3usize,
         1..=4usize,
         1..=20usize,
-    );
-    let window = || prop::option::weighted(0.4, 0..=30usize);
+    )
+}
+
+/// Up to 8 rows a key/value head, the few-row kernel's, on keys that are split into parts.
+fn decode() -> impl Strategy<Value = Shape> {
+    let rows = (1..=8usize).prop_flat_map(|group| (1..=8 / group, Just(group)));
+    (1..=2usize, rows, 256..=1300usize, 1..=2usize, 1..=80usize).prop_map(
+        |(batch, (seqlen_q, group), seqlen_k, num_kv_heads, head_dim)| {
+            (batch, seqlen_q, seqlen_k, num_kv_heads, group, head_dim)
+        },
+    )
+}
+
+/// Rows around the limit of the few-row kernel. Tiles split keys from 1024 on.
+fn few_positions() -> impl Strategy<Value = Shape> {
+    (
+        1..=2usize,
+        1..=12usize,
+        1..=1300usize,
+        1..=2usize,
+        1..=9usize,
+        1..=80usize,
+    )
+}
+
+/// Several tiles of rows and of keys.
+fn prefill() -> impl Strategy<Value = Shape> {
+    (
+        Just(1),
+        13..=260usize,
+        1..=700usize,
+        1..=2usize,
+        1..=3usize,
+        1..=80usize,
+    )
+}
+
+/// Windows of up to `max_window` keys on a side.
+fn problems(
+    shapes: impl Strategy<Value = Shape>,
+    max_window: usize,
+) -> impl Strategy<Value = Problem> {
+    let window = move || prop::option::weighted(0.4, 0..=max_window);
     let scores = (
         prop::option::weighted(0.3, -0.5..1f32),
         prop::option::weighted(0.3, 0.5..20f32),
@@ -67,9 +114,14 @@ fn layouts() -> impl Strategy<Value = Layout> {
 }
 
 /// The same cases on every run; a failure is shrunk and reported, not stored.
-fn check(dtype: DType) -> Result<()> {
+fn check_all<T: std::fmt::Debug>(
+    dtype: DType,
+    cases: u32,
+    strategy: impl Strategy<Value = T>,
+    test: impl Fn(T, &Device) -> Result<()>,
+) -> Result<()> {
     let config = Config {
-        cases: CASES,
+        cases,
         failure_persistence: None,
         ..Config::default()
     };
@@ -78,8 +130,24 @@ fn check(dtype: DType) -> Result<()> {
         if !is_supported(device, dtype, 1) {
             return Ok(());
         }
-        let strategy = (problems(), prop::array::uniform3(layouts()), any::<u32>());
-        let test = |(problem, layouts, seed): (Problem, [Layout; 3], u32)| -> Result<()> {
+        let result = TestRunner::new_with_rng(config.clone(), rng.clone()).run(&strategy, |case| {
+            test(case, device).map_err(|error| TestCaseError::fail(format!("{error:#}")))
+        });
+        result.map_err(|error| anyhow!("{error}"))
+    })
+}
+
+fn check(dtype: DType) -> Result<()> {
+    let strategy = (
+        problems(small(), 30),
+        prop::array::uniform3(layouts()),
+        any::<u32>(),
+    );
+    check_all(
+        dtype,
+        CASES,
+        strategy,
+        |(problem, layouts, seed), device| {
             let inputs = Inputs::normal(&problem, dtype, device, seed.into())?;
             verify::forward(&problem, &inputs)?;
             let sources = [
@@ -90,11 +158,22 @@ fn check(dtype: DType) -> Result<()> {
             let view = |i: usize, source: &_| layouts[i].view(source);
             let passes = run::through_views(&problem, sources, view, &inputs.dout)?;
             verify::results(&problem, &inputs, &passes)
-        };
-        let result = TestRunner::new_with_rng(config.clone(), rng.clone()).run(&strategy, |case| {
-            test(case).map_err(|error| TestCaseError::fail(format!("{error:#}")))
-        });
-        Ok(result?)
+        },
+    )
+}
+
+/// Shapes whose rows or keys need more than one tile or part.
+fn check_large(dtype: DType) -> Result<()> {
+    let problems = prop_oneof![
+        2 => problems(decode(), 1300),
+        1 => problems(few_positions(), 1300),
+        1 => problems(prefill(), 700),
+    ];
+    let strategy = (problems, any::<u32>());
+    check_all(dtype, LARGE_CASES, strategy, |(problem, seed), device| {
+        let inputs = Inputs::normal(&problem, dtype, device, seed.into())?;
+        verify::both(&problem, &inputs)?;
+        Ok(())
     })
 }
 
@@ -109,6 +188,31 @@ fn random_problems_in_f32() -> Result<()> {
 }
 
 #[test]
+fn random_problems_in_f16() -> Result<()> {
+    check(DType::F16)
+}
+
+#[test]
 fn random_problems_in_bf16() -> Result<()> {
     check(DType::BF16)
+}
+
+#[test]
+fn random_large_problems_in_f64() -> Result<()> {
+    check_large(DType::F64)
+}
+
+#[test]
+fn random_large_problems_in_f32() -> Result<()> {
+    check_large(DType::F32)
+}
+
+#[test]
+fn random_large_problems_in_f16() -> Result<()> {
+    check_large(DType::F16)
+}
+
+#[test]
+fn random_large_problems_in_bf16() -> Result<()> {
+    check_large(DType::BF16)
 }

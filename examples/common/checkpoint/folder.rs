@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
-use super::{Checkpoint, config};
+use super::{Checkpoint, config, first_line};
 use crate::model::weight_shapes;
 
 /// Lists the weights' files when there are several.
@@ -90,8 +90,12 @@ fn load_file(
 ) -> Result<HashMap<String, Tensor>> {
     // SAFETY: the mapping lives to the end of this function; as with any memory map, nobody may write
     // to the file in the meantime.
-    let tensors = unsafe { MmapedSafetensors::new(file) }
-        .map_err(|error| anyhow!("truncated or not safetensors; fetch it again ({error})"))?;
+    let tensors = unsafe { MmapedSafetensors::new(file) }.map_err(|error| {
+        anyhow!(
+            "truncated or not safetensors; fetch it again ({})",
+            first_line(error)
+        )
+    })?;
     let names = tensors.tensors().into_iter().map(|(name, _)| name);
     names
         .filter(|name| wanted.contains(name))

@@ -15,7 +15,7 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::digits::Digits;
 use tokenizers::pre_tokenizers::sequence::Sequence;
 
-use super::{Checkpoint, config};
+use super::{Checkpoint, config, first_line};
 
 /// GGUF name and Hugging Face name of each weight of a block.
 const BLOCK_NAMES: [(&str, &str); 9] = [
@@ -38,6 +38,7 @@ pub fn load(path: &Path, dtype: DType, device: &Device) -> Result<Checkpoint> {
 fn read(path: &Path, dtype: DType, device: &Device) -> Result<Checkpoint> {
     let mut reader = BufReader::new(File::open(path)?);
     let mut content = Content::read(&mut reader).map_err(|error| {
+        let error = first_line(error);
         anyhow!("truncated or not a GGUF file ({error}); fetch it again, or give the folder of a safetensors model")
     })?;
     check_length(&content, reader.seek(std::io::SeekFrom::End(0))?)?;
@@ -196,6 +197,7 @@ fn read_tokenizer(content: &mut Content) -> Result<Tokenizer> {
         ),
     };
     let mut tokenizer = Tokenizer::from_gguf(content).map_err(|error| {
+        let error = first_line(error);
         anyhow!("the tokenizer inside cannot be read ({error}); take the model's Hugging Face folder instead")
     })?;
     if let Some(split) = split {

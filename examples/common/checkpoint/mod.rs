@@ -12,6 +12,7 @@ mod gguf;
 mod hub;
 
 use std::collections::HashMap;
+use std::fmt::Display;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -86,4 +87,10 @@ impl Checkpoint {
         );
         Ok(())
     }
+}
+
+/// An error's text to put inside of another one, without the backtrace that candle appends to it.
+fn first_line(error: impl Display) -> String {
+    let text = error.to_string();
+    text.lines().next().unwrap_or_default().to_string()
 }

@@ -171,6 +171,31 @@ pub fn unit_roundoff(dtype: DType) -> f64 {
     }
 }
 
+/// Fails unless each number is within one step of its dtype, at its own size, of the other.
+///
+/// Before the rounding both are sums of terms of about 1, so next to 0 an absolute term is left.
+pub fn within_one_ulp(name: &str, ours: &Tensor, theirs: &Tensor) -> Result<()> {
+    let dtype = ours.dtype();
+    ensure!(
+        ours.dims() == theirs.dims() && dtype == theirs.dtype(),
+        "{name}: {dtype:?} {:?} against {:?} {:?}",
+        ours.dims(),
+        theirs.dtype(),
+        theirs.dims()
+    );
+    let floor = if dtype == DType::F64 { 1e-15 } else { 2e-7 };
+    for (i, (a, b)) in host(ours)?.into_iter().zip(host(theirs)?).enumerate() {
+        let size = a.abs().max(b.abs()).max(f64::MIN_POSITIVE);
+        let limit = 2. * unit_roundoff(dtype) * size.log2().floor().exp2() + floor;
+        ensure!(
+            (a - b).abs() <= limit,
+            "{name}: {a:e} and {b:e} at number {i} of {:?}, limit {limit:.3e}",
+            ours.dims()
+        );
+    }
+    Ok(())
+}
+
 fn largest(values: &[f64]) -> f64 {
     let finite = values.iter().filter(|x| x.is_finite());
     finite.fold(0., |largest, x| largest.max(x.abs()))
