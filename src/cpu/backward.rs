@@ -72,14 +72,14 @@ pub(crate) fn backward<E: Element>(
     }
 
     let delta = row_sums(params, out, dout);
-    let (max_rows, max_keys) = tile_sizes::<E::Acc>(head_dim);
-    let tiling = RowTiling::new(params, max_rows);
+    let (tile_m, tile_n) = tile_sizes::<E::Acc>(head_dim);
+    let tiling = RowTiling::new(params, tile_m);
     let kv_heads = batch * num_kv_heads;
     let query_tiles = tiling.head_blocks * tiling.m_tiles;
     let turns = Turns::new(kv_heads * query_tiles, |index| {
         let m_tile = index % tiling.m_tiles;
         let positions = tiling.tile(0, 0, 0, m_tile).positions;
-        params.mask.keys_of_rows(positions).start / max_keys
+        params.mask.keys_of_rows(positions).start / tile_n
     });
     let rows = Rows {
         delta: &delta,
@@ -90,13 +90,13 @@ pub(crate) fn backward<E: Element>(
     let shared_dv = SharedSlice::new(&mut dv);
 
     for_each_item(
-        seqlen_k.div_ceil(max_keys) * kv_heads,
+        seqlen_k.div_ceil(tile_n) * kv_heads,
         batch * num_heads * seqlen_q * seqlen_k * head_dim * 5,
-        || Scratch::<E::Acc>::new(head_dim, tiling.max_rows(), max_keys),
+        || Scratch::<E::Acc>::new(head_dim, tiling.tile_m(), tile_n),
         |scratch, item| {
             let (n_tile, batch_and_head) = (item / kv_heads, item % kv_heads);
             let (batch, kv_head) = tiling.batch_and_kv_head(batch_and_head);
-            let keys = n_tile * max_keys..((n_tile + 1) * max_keys).min(seqlen_k);
+            let keys = n_tile * tile_n..((n_tile + 1) * tile_n).min(seqlen_k);
             // If this thread unwinds, those that wait for its turns must not wait for ever.
             let _guard = turns.release_on_unwind();
             arch().dispatch(LoadKeys {

@@ -61,14 +61,14 @@ pub(crate) fn forward<E: Element>(
         return (out, stats);
     }
 
-    let (max_rows, max_keys) = tile_sizes::<E::Acc>(head_dim);
-    let tiling = RowTiling::new(params, max_rows);
+    let (tile_m, tile_n) = tile_sizes::<E::Acc>(head_dim);
+    let tiling = RowTiling::new(params, tile_m);
     // The few-row kernel sums scores in another order than the backward does.
-    let few_rows = !for_backward && tiling.max_rows() <= decode::MAX_ROWS;
-    let max_keys = if few_rows {
+    let few_rows = !for_backward && tiling.tile_m() <= decode::MAX_ROWS;
+    let tile_n = if few_rows {
         decode::tile_keys::<E::Acc>(num_kv_heads, head_dim)
     } else {
-        max_keys
+        tile_n
     };
     // The few-row kernel takes neighbouring heads together, which lie side by side in K and V, on the
     // same pages: all of a sequence, unless its keys are too few to make enough parts.
@@ -92,8 +92,8 @@ pub(crate) fn forward<E: Element>(
         sequences * items_of_sequence * parts,
         stats_len * seqlen_k * head_dim * 2,
         || {
-            let rows = tiling.max_rows();
-            Scratch::<E::Acc>::new(head_dim, rows, max_keys, few_rows.then_some(tiles_of_item))
+            let rows = tiling.tile_m();
+            Scratch::<E::Acc>::new(head_dim, rows, tile_n, few_rows.then_some(tiles_of_item))
         },
         |scratch, item| {
             let (item, part) = (item / parts, item % parts);
@@ -113,7 +113,7 @@ pub(crate) fn forward<E: Element>(
                 v,
                 tiles: &tiles,
                 keys,
-                max_keys,
+                tile_n,
                 few_rows,
                 scratch,
             });

@@ -89,7 +89,7 @@ pub(crate) struct Attend<'a, E: Element> {
     pub(crate) tiles: &'a [RowTile],
     pub(crate) keys: Range<usize>,
     /// Keys in one tile.
-    pub(crate) max_keys: usize,
+    pub(crate) tile_n: usize,
     /// Whether to use the kernel for a handful of rows.
     pub(crate) few_rows: bool,
     pub(crate) scratch: &'a mut Scratch<E::Acc>,
@@ -122,7 +122,7 @@ fn attend<S: Simd, E: Element>(simd: S, attend: Attend<'_, E>) {
         v,
         tiles,
         keys,
-        max_keys,
+        tile_n,
         scratch,
         ..
     } = attend;
@@ -143,7 +143,7 @@ fn attend<S: Simd, E: Element>(simd: S, attend: Attend<'_, E>) {
 
     let mut first_key = keys.start;
     while first_key < keys.end {
-        let keys = first_key..(first_key + max_keys).min(keys.end);
+        let keys = first_key..(first_key + tile_n).min(keys.end);
         let masked = !params
             .mask
             .all_visible(tile.positions.clone(), keys.clone());

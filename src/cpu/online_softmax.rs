@@ -23,8 +23,8 @@ pub(crate) struct OnlineSoftmax<T> {
 }
 
 impl<T: Real> OnlineSoftmax<T> {
-    pub(crate) fn new(max_rows: usize) -> Self {
-        let len = padded::<T>(max_rows);
+    pub(crate) fn new(tile_m: usize) -> Self {
+        let len = padded::<T>(tile_m);
         Self {
             max: vec![T::NEG_INFINITY; len],
             sum: vec![T::ZERO; len],

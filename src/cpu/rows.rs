@@ -164,12 +164,12 @@ pub(crate) struct RowTiling {
 }
 
 impl RowTiling {
-    /// Tiles of at most `max_rows` rows, all heads of a group together where they fit.
-    pub(crate) fn new(params: &AttnParams, max_rows: usize) -> Self {
+    /// Tiles of at most `tile_m` rows, all heads of a group together where they fit.
+    pub(crate) fn new(params: &AttnParams, tile_m: usize) -> Self {
         let group_size = params.group_size();
-        let head_blocks = group_size.div_ceil(max_rows);
+        let head_blocks = group_size.div_ceil(tile_m);
         let heads = group_size.div_ceil(head_blocks);
-        let max_positions = max_rows / heads;
+        let max_positions = tile_m / heads;
         let m_tiles = params.seqlen_q.div_ceil(max_positions);
         Self {
             seqlen_q: params.seqlen_q,
@@ -184,7 +184,7 @@ impl RowTiling {
     }
 
     /// Rows in the largest tile.
-    pub(crate) fn max_rows(&self) -> usize {
+    pub(crate) fn tile_m(&self) -> usize {
         self.positions * self.heads
     }
 
@@ -275,10 +275,10 @@ pub(crate) struct Alibi<T> {
 }
 
 impl<T: Real> Alibi<T> {
-    pub(crate) fn new(max_rows: usize) -> Self {
+    pub(crate) fn new(tile_m: usize) -> Self {
         Self {
-            neg_slope: vec![T::ZERO; padded::<T>(max_rows)],
-            aligned_key: vec![T::ZERO; padded::<T>(max_rows)],
+            neg_slope: vec![T::ZERO; padded::<T>(tile_m)],
+            aligned_key: vec![T::ZERO; padded::<T>(tile_m)],
         }
     }
 

@@ -18,12 +18,12 @@ impl Turns {
     }
 
     /// Waits until all earlier key tiles have added to a query tile; false if one never will.
-    pub(crate) fn wait(&self, query_tile: usize, key_tile: usize) -> bool {
+    pub(crate) fn wait(&self, m_tile: usize, n_tile: usize) -> bool {
         /// Rounds of spinning, a few microseconds, before the core is offered to others.
         const SPINS: usize = 256;
         let mut rounds = 0;
         // Acquire: what the previous key tile added is seen once its `finish` is.
-        while self.next[query_tile].load(Ordering::Acquire) != key_tile {
+        while self.next[m_tile].load(Ordering::Acquire) != n_tile {
             if self.abandoned.load(Ordering::Relaxed) {
                 return false;
             }
@@ -37,9 +37,9 @@ impl Turns {
         true
     }
 
-    pub(crate) fn finish(&self, query_tile: usize, key_tile: usize) {
+    pub(crate) fn finish(&self, m_tile: usize, n_tile: usize) {
         // Release: publishes what was added, to the Acquire in `wait`.
-        self.next[query_tile].store(key_tile + 1, Ordering::Release);
+        self.next[m_tile].store(n_tile + 1, Ordering::Release);
     }
 
     pub(crate) fn release_on_unwind(&self) -> impl Drop + '_ {
