@@ -74,6 +74,7 @@ pub(crate) fn backward<E: Element>(
     let delta = row_sums(params, out, dout);
     let (tile_m, tile_n) = tile_sizes::<E::Acc>(head_dim);
     let tiling = RowTiling::new(params, tile_m);
+    let scaling = Scaling::<E::Acc>::new(params);
     let kv_heads = batch * num_kv_heads;
     let query_tiles = tiling.head_blocks * tiling.m_tiles;
     let turns = Turns::new(kv_heads * query_tiles, |index| {
@@ -125,7 +126,6 @@ pub(crate) fn backward<E: Element>(
                     if !turns.wait(turn, n_tile) {
                         return;
                     }
-                    let factor = Scaling::<E::Acc>::new(params).dq;
                     for row in 0..tile.rows() {
                         let (position, head) = tile.row(row);
                         let start = ((batch * seqlen_q + position) * num_heads + head) * head_dim;
@@ -133,18 +133,17 @@ pub(crate) fn backward<E: Element>(
                         // this item until `finish`; dq outlives the call.
                         let dq_row = unsafe { shared_dq.slice_mut(start, head_dim) };
                         for (dq, &x) in dq_row.iter_mut().zip(scratch.dq.row(row, head_dim)) {
-                            *dq = *dq + factor * x;
+                            *dq = *dq + scaling.dq * x;
                         }
                     }
                     turns.finish(turn, n_tile);
                 }
             }
-            let factor = Scaling::<E::Acc>::new(params).dk;
             for key in keys.clone() {
                 let start = ((batch * seqlen_k + key) * num_kv_heads + kv_head) * head_dim;
                 let line = key - keys.start;
                 for x in scratch.dk.row_mut(line, head_dim) {
-                    *x = *x * factor;
+                    *x = *x * scaling.dk;
                 }
                 // SAFETY: each (batch, key, kv_head) is in exactly one item; dk and dv outlive the call.
                 let (dk, dv) = unsafe {

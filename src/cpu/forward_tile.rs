@@ -29,7 +29,7 @@ use super::element::Element;
 use super::matmul::{Begin, MAX_ROWS, Product};
 use super::online_softmax::OnlineSoftmax;
 use super::rows::{Alibi, RowTile, Scaling, View};
-use super::simd::{Real, lanes, tanh};
+use super::simd::{Real, tanh};
 use crate::params::AttnParams;
 
 /// The tiles that one thread works in.
@@ -272,13 +272,11 @@ fn add_alibi<S: Simd, T: Real>(
     rows: usize,
     scores: &mut Tile<T>,
 ) {
-    let lanes = lanes::<S, T>();
     let (neg_slope, _) = T::as_vectors::<S>(&alibi.neg_slope);
     let (aligned_key, _) = T::as_vectors::<S>(&alibi.aligned_key);
     for key in 0..keys {
         let index = T::splat(simd, T::from_f64(key as f64));
         let (vectors, _) = T::as_vectors_mut::<S>(scores.row_mut(key, padded::<T>(rows)));
-        debug_assert!(vectors.len() * lanes <= alibi.neg_slope.len());
         for ((vector, &neg_slope), &aligned_key) in
             vectors.iter_mut().zip(neg_slope).zip(aligned_key)
         {
