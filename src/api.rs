@@ -2,6 +2,8 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::op::FlashAttn;
 use crate::params::AttnParams;
 
@@ -173,19 +175,53 @@ fn is_tracked(q: &Tensor, k: &Tensor, v: &Tensor) -> bool {
 
 /// Tells whether the calls above have a kernel for this device, dtype and head_dim.
 ///
+/// On a CUDA device it also asks for the device's compute capability, which must be 8.0 or more.
+///
 /// ```
 /// use candle_core::{DType, Device};
 /// assert!(candle_flash_gqa::is_supported(&Device::Cpu, DType::BF16, 128));
 /// assert!(!candle_flash_gqa::is_supported(&Device::Cpu, DType::U8, 128));
 /// ```
 pub fn is_supported(device: &Device, dtype: DType, head_dim: usize) -> bool {
-    head_dim > 0 && supported_dtypes(device).contains(&dtype)
+    match device {
+        Device::Cpu => head_dim > 0 && CPU_DTYPES.contains(&dtype),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => cuda::dispatch::Gpu::of(device)
+            .is_ok_and(|gpu| cuda::dispatch::is_supported(&gpu, dtype, head_dim)),
+        _ => false,
+    }
 }
 
-/// The element types that have kernels on a device.
-pub(crate) fn supported_dtypes(device: &Device) -> &'static [DType] {
+/// The element types of the CPU kernels.
+const CPU_DTYPES: [DType; 4] = [DType::F16, DType::BF16, DType::F32, DType::F64];
+
+/// What [`is_supported`] admits on a device, for error messages.
+pub(crate) fn describe_supported(device: &Device) -> String {
     match device {
-        Device::Cpu => &[DType::F16, DType::BF16, DType::F32, DType::F64],
-        Device::Cuda(_) | Device::Metal(_) => &[],
+        Device::Cpu => format!("{CPU_DTYPES:?} with any head_dim from 1"),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => {
+            let kernels = format!(
+                "{:?} with a head_dim that is a multiple of {} up to {}",
+                cuda::dispatch::DTYPES,
+                cuda::dispatch::HEAD_DIM_MULTIPLE,
+                cuda::dispatch::max_head_dim()
+            );
+            match cuda::dispatch::Gpu::of(device) {
+                Ok(gpu) if gpu.compute_capability < (8, 0) => {
+                    let (major, minor) = gpu.compute_capability;
+                    format!(
+                        "nothing, since its compute capability is {major}.{minor}; from 8.0 on, {kernels}"
+                    )
+                }
+                Ok(_) => kernels,
+                Err(error) => format!("unknown, since the device does not answer: {error}"),
+            }
+        }
+        #[cfg(not(feature = "cuda"))]
+        Device::Cuda(_) => {
+            "nothing (this build has CPU kernels only; the feature `cuda` adds those for CUDA)".to_string()
+        }
+        _ => "nothing".to_string(),
     }
 }

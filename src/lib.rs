@@ -12,13 +12,10 @@
 //! * A row that sees no key has `out = 0`, `lse = -inf` and zero gradients.
 //! * `lse` is `(batch, num_heads, seqlen_q)`, f32, the natural logarithm of the row's sum of
 //!   exponentials, scale included.
-#[cfg(feature = "cuda")]
-compile_error!(
-    "candle-flash-gqa: this version has no CUDA kernels yet; build without `--features cuda`"
-);
-
 mod api;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod mask;
 mod op;
 mod params;

@@ -38,6 +38,18 @@ impl Mask {
         }
     }
 
+    /// Keys visible to the left of the diagonal; absent means all.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn window_left(&self) -> Option<usize> {
+        self.window_left
+    }
+
+    /// Keys visible to the right of the diagonal; absent means all, 0 is causal.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn window_right(&self) -> Option<usize> {
+        self.window_right
+    }
+
     /// Keys that query row `row` sees.
     pub(crate) fn keys_of_row(&self, row: usize) -> Range<usize> {
         self.keys_of_rows(row..row + 1)

@@ -10,9 +10,13 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::backend::BackendStorage;
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, bail};
 
 use crate::cpu;
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::params::AttnParams;
 
 /// One attention call.
@@ -78,7 +82,8 @@ enum SlotState {
     Unwanted,
     /// The forward has not run yet.
     Wanted,
-    /// What the forward left: `(2, batch, num_heads, seqlen_q)`, see [`cpu::ForwardOutput`].
+    /// What the forward left. On the CPU `(2, batch, num_heads, seqlen_q)`, see [`cpu::ForwardOutput`]; on
+    /// CUDA lse itself, since there the scores' own rounding is coarser.
     Filled(Tensor),
     /// Two forwards ran on one op value.
     Ambiguous,
@@ -107,6 +112,9 @@ impl StatsSlot {
         let Some(stats) = self.get() else {
             bail!("flash_attn: the forward left no softmax statistics");
         };
+        if stats.rank() == 3 {
+            return Ok(stats);
+        }
         // In f64, since a large maximum and a small sum would lose the sum in f32.
         let stats = stats.to_dtype(DType::F64)?;
         let (max, log_sum) = (stats.get(0)?, stats.get(1)?);
@@ -139,6 +147,23 @@ impl CustomOp3 for FlashAttn {
         Ok((out, q_layout.shape().clone()))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        q_layout: &Layout,
+        k: &CudaStorage,
+        k_layout: &Layout,
+        v: &CudaStorage,
+        v_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let cuda::ForwardOutput { out, lse } =
+            cuda::forward(&self.params, (q, q_layout), (k, k_layout), (v, v_layout))?;
+        self.stats
+            .fill(|| Ok(cuda::lse_tensor(&self.params, lse, q)))?;
+        Ok((out, q_layout.shape().clone()))
+    }
+
     fn bwd(
         &self,
         q: &Tensor,
@@ -147,11 +172,23 @@ impl CustomOp3 for FlashAttn {
         out: &Tensor,
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let stats = match self.stats.get() {
-            Some(stats) => stats,
-            None => self.stats_tensor(cpu::stats(&self.params, q, k, v)?)?,
+        let [dq, dk, dv] = match q.device() {
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => {
+                let lse = match self.stats.get() {
+                    Some(lse) => lse,
+                    None => cuda::lse(&self.params, q, k, v)?,
+                };
+                cuda::backward(&self.params, q, k, v, out, dout, &lse)?
+            }
+            _ => {
+                let stats = match self.stats.get() {
+                    Some(stats) => stats,
+                    None => self.stats_tensor(cpu::stats(&self.params, q, k, v)?)?,
+                };
+                cpu::backward(&self.params, q, k, v, out, dout, &stats)?
+            }
         };
-        let [dq, dk, dv] = cpu::backward(&self.params, q, k, v, out, dout, &stats)?;
         Ok((Some(dq), Some(dk), Some(dv)))
     }
 }

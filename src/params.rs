@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use crate::api::{AttnOptions, is_supported, supported_dtypes};
+use crate::api::{AttnOptions, describe_supported, is_supported};
 use crate::mask::Mask;
 
 /// The largest factor that is taken: its products with numbers of any usual size stay in f32's range.
@@ -21,8 +21,11 @@ pub(crate) struct AttnParams {
     pub(crate) softmax_scale: f64,
     /// `softcap * tanh(score / softcap)`; absent means off.
     pub(crate) softcap: Option<f64>,
-    /// One slope for each (batch, head), row-major; absent means off.
-    pub(crate) alibi_slopes: Option<Vec<f32>>,
+    /// Absent means off.
+    pub(crate) alibi_slopes: Option<AlibiSlopes>,
+    /// Whether dq has to be the same bits on every run.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "on the CPU it always is"))]
+    pub(crate) deterministic: bool,
     pub(crate) mask: Mask,
 }
 
@@ -132,6 +135,7 @@ impl AttnParams {
             softmax_scale,
             softcap,
             alibi_slopes,
+            deterministic: options.deterministic,
             mask: Mask::new(
                 seqlen_q,
                 seqlen_k,
@@ -148,13 +152,39 @@ impl AttnParams {
     }
 }
 
-/// The slopes as `batch * num_heads` values, row-major.
+/// One slope for each (batch, head), row-major, where the kernels read them.
+#[derive(Debug, Clone)]
+pub(crate) enum AlibiSlopes {
+    Host(Vec<f32>),
+    /// `(batch, num_heads)`, F32, contiguous.
+    Device(Tensor),
+}
+
+impl AttnParams {
+    /// The slopes of a problem on the CPU.
+    pub(crate) fn alibi_slopes_on_host(&self) -> Option<&[f32]> {
+        match &self.alibi_slopes {
+            Some(AlibiSlopes::Host(slopes)) => Some(slopes),
+            _ => None,
+        }
+    }
+
+    /// The slopes of a problem on another device.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn alibi_slopes_on_device(&self) -> Option<&Tensor> {
+        match &self.alibi_slopes {
+            Some(AlibiSlopes::Device(slopes)) => Some(slopes),
+            _ => None,
+        }
+    }
+}
+
 fn read_alibi_slopes(
     slopes: &Tensor,
     device: &Device,
     batch: usize,
     num_heads: usize,
-) -> Result<Vec<f32>> {
+) -> Result<AlibiSlopes> {
     if slopes.dtype() != DType::F32 {
         bail!(
             "flash_attn: alibi_slopes must be F32, got {:?}",
@@ -174,23 +204,17 @@ fn read_alibi_slopes(
             slopes.dims()
         );
     }
-    let values = slopes
-        .broadcast_as((batch, num_heads))?
-        .flatten_all()?
-        .to_vec1::<f32>()?;
+    let slopes = slopes.broadcast_as((batch, num_heads))?;
+    if !device.is_cpu() {
+        // To look at the values would be to wait for the device.
+        return Ok(AlibiSlopes::Device(slopes.contiguous()?));
+    }
+    let values = slopes.flatten_all()?.to_vec1::<f32>()?;
     let is_usable = |slope: &&f32| slope.abs() <= LARGEST_FACTOR;
     if let Some(slope) = values.iter().find(|slope| !is_usable(slope)) {
         bail!(
             "flash_attn: alibi_slopes must be finite and at most {LARGEST_FACTOR:e} in magnitude, got {slope:e}"
         );
     }
-    Ok(values)
-}
-
-/// What [`is_supported`] admits on a device, for error messages.
-fn describe_supported(device: &Device) -> String {
-    match supported_dtypes(device) {
-        [] => "nothing (this build has CPU kernels only)".to_string(),
-        dtypes => format!("{dtypes:?} with any head_dim from 1"),
-    }
+    Ok(AlibiSlopes::Host(values))
 }

@@ -62,7 +62,7 @@ pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttnOptions) -> R
     if let Some(softcap) = params.softcap {
         scores = ((scores / softcap)?.tanh()? * softcap)?;
     }
-    if let Some(slopes) = &params.alibi_slopes {
+    if let Some(slopes) = &options.alibi_slopes {
         scores = scores.broadcast_add(&alibi_bias(&params, slopes, &scores)?)?;
     }
     let visible = visible_keys(&params, &scores)?;
@@ -104,7 +104,7 @@ fn visible_keys(params: &AttnParams, scores: &Tensor) -> Result<Tensor> {
 }
 
 /// `-slope * |i + seqlen_k - seqlen_q - j|`, `(batch, num_kv_heads, group_size, seqlen_q, seqlen_k)`.
-fn alibi_bias(params: &AttnParams, slopes: &[f32], scores: &Tensor) -> Result<Tensor> {
+fn alibi_bias(params: &AttnParams, slopes: &Tensor, scores: &Tensor) -> Result<Tensor> {
     let (seqlen_q, seqlen_k) = (params.seqlen_q as i64, params.seqlen_k as i64);
     let distance: Vec<f64> = (0..seqlen_q)
         .flat_map(|i| (0..seqlen_k).map(move |j| (i + seqlen_k - seqlen_q - j).abs() as f64))
@@ -114,11 +114,10 @@ fn alibi_bias(params: &AttnParams, slopes: &[f32], scores: &Tensor) -> Result<Te
         (1, 1, 1, params.seqlen_q, params.seqlen_k),
         scores.device(),
     )?;
-    let slopes = Tensor::from_slice(
-        slopes,
-        (params.batch, params.num_kv_heads, params.group_size(), 1, 1),
-        scores.device(),
-    )?;
+    let slopes = slopes
+        .broadcast_as((params.batch, params.num_heads))?
+        .reshape((params.batch, params.num_kv_heads, params.group_size(), 1, 1))?
+        .detach();
     slopes
         .to_dtype(DType::F64)?
         .neg()?

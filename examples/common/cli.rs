@@ -47,7 +47,7 @@ impl DeviceName {
             Self::Cuda(ordinal) => {
                 ensure!(
                     candle_core::utils::cuda_is_available(),
-                    "--device {self}: this build has no CUDA kernels; use --device cpu"
+                    "--device {self}: this build has no CUDA kernels; build with --features cuda or use --device cpu"
                 );
                 Ok(Device::new_cuda(ordinal)?)
             }

@@ -93,7 +93,7 @@ pub(crate) fn attend<S: Simd, E: Element>(simd: S, attend: Attend<'_, E>) {
             }
         }
         for step in steps() {
-            if let Some(slopes) = &params.alibi_slopes {
+            if let Some(slopes) = params.alibi_slopes_on_host() {
                 scratch.alibi.set(params, slopes, step.tile, keys.start);
             }
             for row in 0..step.tile.rows() {

@@ -159,7 +159,7 @@ fn attend<S: Simd, E: Element>(simd: S, attend: Attend<'_, E>) {
                 );
             }
         }
-        if let Some(slopes) = &params.alibi_slopes {
+        if let Some(slopes) = params.alibi_slopes_on_host() {
             scratch.alibi.set(params, slopes, tile, keys.start);
             add_alibi(simd, &scratch.alibi, keys.len(), rows, &mut scratch.scores);
         }

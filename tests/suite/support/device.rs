@@ -9,7 +9,22 @@ pub const FLOATS: [DType; 4] = [DType::F16, DType::BF16, DType::F32, DType::F64]
 
 /// Every device of this machine that this build has kernels for.
 pub fn devices() -> Vec<Device> {
-    vec![Device::Cpu]
+    let mut devices = vec![Device::Cpu];
+    devices.extend(gpu());
+    devices
+}
+
+/// The first GPU, with the feature `cuda`; all tests share its stream.
+#[cfg(feature = "cuda")]
+pub fn gpu() -> Option<Device> {
+    static GPU: std::sync::OnceLock<Device> = std::sync::OnceLock::new();
+    let open = || Device::new_cuda(0).expect("tests with the feature `cuda` need a GPU");
+    Some(GPU.get_or_init(open).clone())
+}
+
+#[cfg(not(feature = "cuda"))]
+pub fn gpu() -> Option<Device> {
+    None
 }
 
 /// The dtypes that have a kernel for `head_dim` on `device`.

@@ -1,0 +1,202 @@
+//! Compiles kernels/ into one static library, for the feature `cuda` only.
+//!
+//! Each row of src/cuda/instances.rs is one object, so that they compile side by side and only what
+//! changed is compiled again. No GPU is asked for anything: the machine code is the same for all.
+
+#[cfg(feature = "cuda")]
+#[path = "src/cuda/instances.rs"]
+#[macro_use]
+mod instances;
+
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
+    #[cfg(feature = "cuda")]
+    if let Err(message) = cuda::build() {
+        // One line, without the backtrace of a panic.
+        println!("cargo::error={message}");
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use std::path::{Path, PathBuf};
+    use std::sync::Mutex;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    /// A file of kernels/ with what it is compiled for.
+    struct Unit {
+        file: &'static str,
+        name: &'static str,
+        defines: Vec<&'static str>,
+    }
+
+    fn units() -> Vec<Unit> {
+        let mut units = Vec::new();
+        for (file, name) in [
+            ("common/delta.cu", "flash_delta"),
+            ("common/convert.cu", "flash_convert"),
+            ("common/layout.cu", "flash_layout"),
+        ] {
+            units.push(Unit {
+                file,
+                name,
+                defines: Vec::new(),
+            });
+        }
+        macro_rules! add {
+            ($($file:literal, $symbol:ident, $head_dim:literal, $shared_kib:literal, $modes:ident;)*) => {
+                $(units.push(Unit {
+                    file: $file,
+                    name: stringify!($symbol),
+                    defines: vec![
+                        concat!("-DHEAD_DIM=", $head_dim),
+                        concat!("-DSHARED_KIB=", $shared_kib),
+                    ],
+                });)*
+            };
+        }
+        instances!(add, add);
+        units
+    }
+
+    pub fn build() -> Result<(), String> {
+        println!("cargo::rerun-if-changed=kernels");
+        println!("cargo::rerun-if-changed=src/cuda/instances.rs");
+        for variable in [
+            "CUDA_HOME",
+            "CUDA_PATH",
+            "CUDA_ROOT",
+            "CUDA_TOOLKIT_ROOT_DIR",
+            "NVCC_CCBIN",
+            "PATH",
+        ] {
+            println!("cargo::rerun-if-env-changed={variable}");
+        }
+        let toolkit = find_toolkit()?;
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let path = std::env::join_paths(
+            std::iter::once(toolkit.join("bin")).chain(std::env::split_paths(&path)),
+        )
+        .map_err(|error| format!("PATH: {error}"))?;
+        // SAFETY: no other thread of this process is running yet.
+        unsafe {
+            // bindgen_cuda calls `nvcc` by that name.
+            std::env::set_var("PATH", path);
+            // Without it bindgen_cuda asks nvidia-smi.
+            std::env::set_var("CUDA_COMPUTE_CAP", "80");
+        }
+
+        let out = PathBuf::from(std::env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?);
+        let headers =
+            headers(Path::new("kernels")).map_err(|error| format!("kernels/: {error}"))?;
+        let units = units();
+        let started = std::time::Instant::now();
+        let next = AtomicUsize::new(0);
+        let failures = Mutex::new(Vec::new());
+        let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
+        // bindgen_cuda panics if nvcc fails, after nvcc has said why.
+        std::thread::scope(|scope| {
+            for _ in 0..threads.min(units.len()) {
+                scope.spawn(|| {
+                    while let Some(unit) = units.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        let compile = || compile(unit, &out, &headers);
+                        if std::panic::catch_unwind(compile).is_err()
+                            && let Ok(mut failures) = failures.lock()
+                        {
+                            failures.push(unit.name);
+                        }
+                    }
+                });
+            }
+        });
+        let failures = failures.into_inner().unwrap_or_default();
+        if !failures.is_empty() {
+            return Err(format!("nvcc failed for {}", failures.join(", ")));
+        }
+
+        // For scripts/kernel-report.py.
+        let seconds = format!("{:.0}", started.elapsed().as_secs_f64());
+        std::fs::write(out.join("seconds"), seconds)
+            .map_err(|error| format!("OUT_DIR: {error}"))?;
+
+        println!("cargo::rustc-link-search=native={}", out.display());
+        for unit in &units {
+            println!("cargo::rustc-link-lib=static={}", unit.name);
+        }
+        for folder in ["lib64", "lib", "lib64/stubs", "lib/stubs", "lib/x64"] {
+            let folder = toolkit.join(folder);
+            if folder.is_dir() {
+                println!("cargo::rustc-link-search=native={}", folder.display());
+            }
+        }
+        println!("cargo::rustc-link-lib=dylib=cudart");
+        Ok(())
+    }
+
+    fn compile(unit: &Unit, out: &Path, headers: &[PathBuf]) {
+        // A folder of its own: bindgen_cuda names objects by the source alone.
+        let folder = out.join(unit.name);
+        if let Err(error) = std::fs::create_dir_all(&folder) {
+            panic!("{}: {error}", folder.display());
+        }
+        let mut builder = bindgen_cuda::Builder::default()
+            .compute_cap(80)
+            .kernel_paths(vec![Path::new("kernels").join(unit.file)])
+            .watch(headers.to_vec())
+            .out_dir(folder)
+            .arg("-std=c++17")
+            .arg("-O3")
+            // sm_80 code and PTX are what compute_cap(80) asks for; the driver would translate PTX for Hopper.
+            .arg("-gencode=arch=compute_90,code=sm_90");
+        if !cfg!(target_env = "msvc") {
+            builder = builder.arg("-Xcompiler").arg("-fPIC");
+        }
+        for define in &unit.defines {
+            builder = builder.arg(define);
+        }
+        builder.build_lib(out.join(format!("lib{}.a", unit.name)));
+    }
+
+    /// Every header below a folder: a change to one compiles all again.
+    fn headers(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
+        let mut headers = Vec::new();
+        for entry in std::fs::read_dir(folder)? {
+            let path = entry?.path();
+            if path.is_dir() {
+                headers.extend(self::headers(&path)?);
+            } else if path
+                .extension()
+                .is_some_and(|extension| extension == "cuh" || extension == "h")
+            {
+                headers.push(path);
+            }
+        }
+        Ok(headers)
+    }
+
+    /// The folder that has bin/nvcc.
+    fn find_toolkit() -> Result<PathBuf, String> {
+        let named = [
+            "CUDA_HOME",
+            "CUDA_PATH",
+            "CUDA_ROOT",
+            "CUDA_TOOLKIT_ROOT_DIR",
+        ]
+        .into_iter()
+        .filter_map(std::env::var_os)
+        .map(PathBuf::from);
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let on_path: Vec<PathBuf> = std::env::split_paths(&path)
+            .filter_map(|bin| bin.parent().map(Path::to_path_buf))
+            .collect();
+        let standard = ["/usr/local/cuda", "/opt/cuda", "/usr/lib/cuda"].map(PathBuf::from);
+        named
+            .chain(on_path)
+            .chain(standard)
+            .find(|toolkit| toolkit.join("bin").join(format!("nvcc{}", std::env::consts::EXE_SUFFIX)).is_file())
+            .ok_or_else(|| {
+                "the feature `cuda` needs nvcc, and none is in $CUDA_HOME/bin, on PATH or in /usr/local/cuda: install the CUDA toolkit, or run scripts/cuda-toolkit.sh of the repository, which fetches one from PyPI"
+                    .to_string()
+            })
+    }
+}

@@ -1,0 +1,286 @@
+//! Times the op on a GPU, on random data, and prints milliseconds, TFLOP/s and the share of a matrix
+//! product's rate; for decode GB/s of K and V.
+//!
+//! ```sh
+//! cargo run --release --features cuda --example bench
+//! cargo run --release --features cuda --example bench -- --rows hd128,gqa --length 8192 --json
+//! ```
+//!
+//! Operations are counted as usual: `4 * batch * num_heads * seqlen_q * seqlen_k * head_dim` forward, half
+//! of it where causal, two and a half times that backward. The backward is timed as candle runs it: with the
+//! gradient of ones that it begins with, and the zeros that it adds gradients to.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{DType, Device, Tensor, Var};
+use candle_flash_gqa::{AttnOptions, flash_attn_with};
+use clap::Parser;
+
+#[derive(Parser)]
+#[command(about = "Times the attention op on a GPU")]
+struct Args {
+    /// Sets of rows: hd64, hd128, hd256, gqa, decode, tiny.
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "hd64,hd128,hd256,gqa,decode,tiny"
+    )]
+    rows: Vec<String>,
+    /// Only rows with this many keys.
+    #[arg(long)]
+    length: Option<usize>,
+    #[arg(long, default_value = "bf16", value_parser = ["bf16", "f16"])]
+    dtype: String,
+    /// Asks for the same bits of dq on every run.
+    #[arg(long)]
+    deterministic: bool,
+    /// Milliseconds that each figure is measured for, after as long a warm-up.
+    #[arg(long, default_value_t = 400)]
+    time: u64,
+    #[arg(long, default_value_t = 0)]
+    gpu: usize,
+    /// One JSON object a line instead of a table.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Row {
+    batch: usize,
+    seqlen_q: usize,
+    seqlen_k: usize,
+    num_heads: usize,
+    num_kv_heads: usize,
+    head_dim: usize,
+    causal: bool,
+    backward: bool,
+}
+
+impl Row {
+    fn square(
+        batch: usize,
+        seqlen: usize,
+        heads: [usize; 2],
+        head_dim: usize,
+        causal: bool,
+    ) -> Self {
+        Self {
+            batch,
+            seqlen_q: seqlen,
+            seqlen_k: seqlen,
+            num_heads: heads[0],
+            num_kv_heads: heads[1],
+            head_dim,
+            causal,
+            backward: seqlen <= 32768,
+        }
+    }
+
+    fn decode(batch: usize, keys: usize) -> Self {
+        Self {
+            seqlen_q: 1,
+            backward: false,
+            ..Self::square(batch, keys, [32, 8], 128, false)
+        }
+    }
+
+    /// Floating-point operations of the forward.
+    fn operations(&self) -> f64 {
+        let pairs = (self.batch * self.num_heads * self.seqlen_q) as f64 * self.seqlen_k as f64;
+        let masked = if self.causal && self.seqlen_q > 1 {
+            0.5
+        } else {
+            1.
+        };
+        4. * pairs * self.head_dim as f64 * masked
+    }
+
+    fn kv_bytes(&self) -> f64 {
+        (2 * 2 * self.batch * self.num_kv_heads * self.seqlen_k * self.head_dim) as f64
+    }
+}
+
+fn rows(set: &str) -> Result<Vec<Row>> {
+    let lengths = |head_dim: usize, lengths: &[usize]| {
+        let heads = 2048 / head_dim;
+        let both = [false, true].into_iter();
+        both.flat_map(|causal| {
+            lengths.iter().map(move |&length| {
+                Row::square(16384 / length, length, [heads; 2], head_dim, causal)
+            })
+        })
+        .collect()
+    };
+    Ok(match set {
+        "hd64" => lengths(64, &[512, 1024, 2048, 4096, 8192, 16384]),
+        "hd128" => lengths(128, &[512, 1024, 2048, 4096, 8192, 16384]),
+        "hd256" => lengths(256, &[2048, 8192, 16384]),
+        "gqa" => vec![
+            Row::square(4, 4096, [9, 3], 64, true),
+            Row::square(4, 4096, [32, 8], 64, true),
+            Row::square(8, 2048, [32, 8], 128, true),
+            Row::square(2, 8192, [32, 8], 128, true),
+            Row::square(2, 8192, [32, 1], 128, true),
+            Row::square(2, 8192, [64, 8], 128, true),
+            Row::square(1, 32768, [32, 8], 128, true),
+            Row::square(1, 131072, [32, 8], 128, true),
+        ],
+        "decode" => [
+            (1, 1024),
+            (1, 8192),
+            (1, 65536),
+            (16, 8192),
+            (64, 8192),
+            (128, 2048),
+        ]
+        .map(|(batch, keys)| Row::decode(batch, keys))
+        .to_vec(),
+        "tiny" => vec![Row::square(1, 16, [8, 8], 64, true)],
+        other => anyhow::bail!("--rows: no set of rows is called {other}"),
+    })
+}
+
+/// Median milliseconds of a call: of chunks that are long enough for the clock, each synchronised once.
+fn time(device: &Device, time: Duration, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
+    call()?;
+    device.synchronize()?;
+    let started = Instant::now();
+    call()?;
+    device.synchronize()?;
+    let chunk = (2e-3 / started.elapsed().as_secs_f64().max(1e-6)).clamp(1., 200.) as usize;
+    let mut chunks = Vec::new();
+    let started = Instant::now();
+    while started.elapsed() < 2 * time || chunks.len() < 6 {
+        let chunk_started = Instant::now();
+        for _ in 0..chunk {
+            call()?;
+        }
+        device.synchronize()?;
+        chunks.push(chunk_started.elapsed().as_secs_f64() * 1e3 / chunk as f64);
+    }
+    // The first half was the warm-up.
+    let mut warm = chunks.split_off(chunks.len() / 2);
+    warm.sort_by(f64::total_cmp);
+    Ok(warm[warm.len() / 2])
+}
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let device = Device::new_cuda(args.gpu)
+        .context("the bench needs a GPU and the feature `cuda` (cargo run --release --features cuda --example bench)")?;
+    let dtype = if args.dtype == "f16" {
+        DType::F16
+    } else {
+        DType::BF16
+    };
+    let duration = Duration::from_millis(args.time);
+
+    let n = 8192;
+    let matrix = || Tensor::randn(0f32, 1., (n, n), &device)?.to_dtype(dtype);
+    let (a, b) = (matrix()?, matrix()?);
+    let ms = time(&device, duration, || Ok(a.matmul(&b).map(drop)?))?;
+    let matmul = 2. * (n as f64).powi(3) / ms / 1e9;
+    drop((a, b));
+    if args.json {
+        println!(
+            "{}",
+            serde_json::json!({"matmul_tflops": matmul, "dtype": args.dtype})
+        );
+    } else {
+        println!(
+            "{} matrix product of 8192^3: {matmul:.0} TFLOP/s",
+            args.dtype
+        );
+        println!(
+            "{:4} {:>8} {:>6} {:>14} {:6} {:>9} {:>8} {:>6}",
+            "pass", "head_dim", "heads", "batch x keys", "mask", "ms", "TFLOP/s", "share"
+        );
+    }
+
+    for set in &args.rows {
+        for row in rows(set)? {
+            if args.length.is_some_and(|length| length != row.seqlen_k) {
+                continue;
+            }
+            bench(row, &args, &device, dtype, duration, matmul)
+                .with_context(|| format!("{row:?}"))?;
+        }
+    }
+    Ok(())
+}
+
+fn bench(
+    row: Row,
+    args: &Args,
+    device: &Device,
+    dtype: DType,
+    duration: Duration,
+    matmul: f64,
+) -> Result<()> {
+    let normal = |seqlen, heads| -> Result<Var> {
+        let values = Tensor::randn(0f32, 1., (row.batch, seqlen, heads, row.head_dim), device)?;
+        Ok(Var::from_tensor(&values.to_dtype(dtype)?)?)
+    };
+    let q = normal(row.seqlen_q, row.num_heads)?;
+    let (k, v) = (
+        normal(row.seqlen_k, row.num_kv_heads)?,
+        normal(row.seqlen_k, row.num_kv_heads)?,
+    );
+    let options = AttnOptions {
+        causal: row.causal,
+        deterministic: args.deterministic,
+        ..AttnOptions::default()
+    };
+    let constants = [
+        q.as_detached_tensor(),
+        k.as_detached_tensor(),
+        v.as_detached_tensor(),
+    ];
+    let [cq, ck, cv] = &constants;
+    let ms = time(device, duration, || {
+        Ok(flash_attn_with(cq, ck, cv, &options).map(drop)?)
+    })?;
+    report(row, "fwd", ms, row.operations(), args, matmul);
+    if row.backward {
+        let out = flash_attn_with(&q, &k, &v, &options)?;
+        let ms = time(device, duration, || Ok(out.backward().map(drop)?))?;
+        report(row, "bwd", ms, 2.5 * row.operations(), args, matmul);
+    }
+    ensure!(device.synchronize().is_ok(), "the device failed");
+    Ok(())
+}
+
+fn report(row: Row, pass: &str, ms: f64, operations: f64, args: &Args, matmul: f64) {
+    let tflops = operations / ms / 1e9;
+    let gbs = row.kv_bytes() / ms / 1e6;
+    let is_decode = row.seqlen_q == 1;
+    if args.json {
+        let mut line = serde_json::json!({
+            "pass": pass, "dtype": args.dtype, "batch": row.batch, "seqlen_q": row.seqlen_q,
+            "seqlen_k": row.seqlen_k, "num_heads": row.num_heads, "num_kv_heads": row.num_kv_heads,
+            "head_dim": row.head_dim, "causal": row.causal, "deterministic": args.deterministic,
+            "ms": ms, "tflops": tflops, "share_of_matmul": tflops / matmul,
+        });
+        if is_decode {
+            line["gbs"] = gbs.into();
+        }
+        println!("{line}");
+        return;
+    }
+    let heads = format!("{}/{}", row.num_heads, row.num_kv_heads);
+    let size = format!("{} x {}", row.batch, row.seqlen_k);
+    let mask = if row.causal { "causal" } else { "full" };
+    if is_decode {
+        println!(
+            "{pass:4} {:>8} {heads:>6} {size:>14} decode {ms:>9.4} {gbs:>7.0} GB/s",
+            row.head_dim
+        );
+    } else {
+        println!(
+            "{pass:4} {:>8} {heads:>6} {size:>14} {mask:6} {ms:>9.4} {tflops:>8.1} {:>6.2}",
+            row.head_dim,
+            tflops / matmul
+        );
+    }
+}

@@ -1,0 +1,201 @@
+// Scores of accumulators: their transformations, their mask, and the online softmax.
+//
+// A thread holds, of each 16 x 8 accumulator, the numbers at columns 2 t and 2 t + 1 of rows g and
+// g + 8, where g = lane / 4 and t = lane % 4: four lanes share a row.
+#pragma once
+#include <cmath>
+
+#include "../ptx/math.cuh"
+#include "mask.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+
+// Runs `f(score, i, half, j, c)`: row first_row + 16 i + 8 half + g, column first_col + 8 j + 2 t + c.
+template <int M_TILES, int N_TILES, class F>
+__device__ __forceinline__ void for_each_score(float (&scores)[M_TILES][N_TILES][4], F f) {
+#pragma unroll
+  for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int j = 0; j < N_TILES; ++j)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) f(scores[i][j][2 * half + c], i, half, j, c);
+}
+
+// tanh to about 1e-7, absolute: two instructions of the special function unit. Times softcap that is far
+// below what the scores have lost; tanh.approx is off by 5e-4.
+__device__ __forceinline__ float fast_tanh(float x) {
+  return 1.f - __fdividef(2.f, 1.f + ptx::exp2(x * (2.f * LOG2_E)));
+}
+
+// What happens to q·k before the softmax, in base 2.
+//
+// The softmax computes 2^(score * factor - max * factor). In the plain case the scores stay as the
+// product left them and `factor` is all: one multiply-add a score. That needs a factor above zero, so
+// that the largest score stays the largest and that -inf * factor is -inf.
+template <ScoreMode MODE>
+struct ScoreTransform {
+  float factor;
+  float scale;    // of q·k: to the argument of tanh with softcap, else to base 2
+  float softcap;  // in base 2
+  float slope;    // of alibi, in base 2
+
+  __device__ ScoreTransform(const AttnProblem& p, int batch, int head) {
+    const float scale_log2 = p.softmax_scale * LOG2_E;
+    factor = MODE == ScoreMode::PLAIN ? scale_log2 : 1.f;
+    if constexpr (MODE != ScoreMode::PLAIN) {
+      slope = p.alibi_slopes ? p.alibi_slopes[static_cast<int64_t>(batch) * p.num_heads + head] * LOG2_E : 0.f;
+      softcap = p.softcap * LOG2_E;
+      scale = MODE == ScoreMode::SOFTCAP ? p.softmax_scale / p.softcap : scale_log2;
+    }
+  }
+
+  // `distance` of a key from the key that the row is aligned with; exact to 2^24. `derivative` is that of
+  // softcap.
+  __device__ float apply(float score, float distance, float& derivative) const {
+    score *= scale;
+    derivative = 1.f;
+    if constexpr (MODE == ScoreMode::SOFTCAP) {
+      const float capped = fast_tanh(score);
+      derivative = 1.f - capped * capped;
+      score = softcap * capped;
+    }
+    return score - slope * fabsf(distance);
+  }
+};
+
+// Hides the scores outside of the mask. By a select: the sum of a NaN and -inf would be NaN.
+template <int M_TILES, int N_TILES>
+__device__ __forceinline__ void mask_scores(float (&scores)[M_TILES][N_TILES][4], const Mask& mask, int first_row,
+                                            int first_col, int lane) {
+  const int row = first_row + lane / 4, col = first_col + lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int begin = mask.first_key(row + 16 * i + 8 * half) - col;
+      const int end = mask.end_key(row + 16 * i + 8 * half) - col;
+#pragma unroll
+      for (int j = 0; j < N_TILES; ++j)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int key = 8 * j + c;
+          float& score = scores[i][j][2 * half + c];
+          score = begin <= key && key < end ? score : -INFINITY;
+        }
+    }
+}
+
+// The same for scores^T, of keys by rows.
+template <int M_TILES, int N_TILES>
+__device__ __forceinline__ void mask_scores_transposed(float (&scores)[M_TILES][N_TILES][4], const Mask& mask,
+                                                       int first_row, int first_key, int lane) {
+  const int key = first_key + lane / 4, row = first_row + lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int begin = mask.first_row(key + 16 * i + 8 * half) - row;
+      const int end = mask.end_row(key + 16 * i + 8 * half) - row;
+#pragma unroll
+      for (int j = 0; j < N_TILES; ++j)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& score = scores[i][j][2 * half + c];
+          score = begin <= 8 * j + c && 8 * j + c < end ? score : -INFINITY;
+        }
+    }
+}
+
+// The running maximum and sum of the rows that a thread has a part in (FlashAttention-2, Algorithm 1,
+// lines 8 to 10).
+template <int M_TILES>
+struct OnlineSoftmax {
+  // The score that the row's exponentials are relative to: its maximum, or less by at most
+  // 2^MAX_EXPONENT in the exponential.
+  float reference[M_TILES][2];
+  // Of this thread's columns only; the four lanes of a row are summed at the end.
+  float row_sum[M_TILES][2];
+
+  // Exponentials up to 2^8 lose nothing in 16 bits, nor their sums in 32.
+  static constexpr float MAX_EXPONENT = 8.f;
+
+  __device__ OnlineSoftmax() {
+#pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        reference[i][half] = -INFINITY;
+        row_sum[i][half] = 0.f;
+      }
+  }
+
+  // Turns scores into exponentials and adds them to the sums. `out` is rescaled where a row's reference
+  // had to move; a warp with no such row skips the multiplications.
+  template <int N_TILES, int OUT_TILES>
+  __device__ __forceinline__ void step(float (&scores)[M_TILES][N_TILES][4], float (&out)[M_TILES][OUT_TILES][4],
+                                       float factor) {
+    float row_max[M_TILES][2];
+    bool moves = false;
+#pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float max = fmaxf(scores[i][0][2 * half], scores[i][0][2 * half + 1]);
+#pragma unroll
+        for (int j = 1; j < N_TILES; ++j) max = fmaxf(max, fmaxf(scores[i][j][2 * half], scores[i][j][2 * half + 1]));
+        max = fmaxf(max, __shfl_xor_sync(~0u, max, 1));
+        max = fmaxf(max, __shfl_xor_sync(~0u, max, 2));
+        row_max[i][half] = max;
+        // Also true at the first finite maximum, when the reference is -inf.
+        moves |= (max - reference[i][half]) * factor > MAX_EXPONENT;
+      }
+    if (__any_sync(~0u, moves)) {
+#pragma unroll
+      for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          // Row by row, so that a row's result does not depend on its neighbours.
+          float& old = reference[i][half];
+          const bool row_moves = (row_max[i][half] - old) * factor > MAX_EXPONENT;
+          const float rescale = row_moves ? ptx::exp2((old - row_max[i][half]) * factor) : 1.f;
+          old = row_moves ? row_max[i][half] : old;
+          row_sum[i][half] *= rescale;
+#pragma unroll
+          for (int j = 0; j < OUT_TILES; ++j) {
+            out[i][j][2 * half] *= rescale;
+            out[i][j][2 * half + 1] *= rescale;
+          }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // A row that has seen nothing yet: 2^(-inf - 0) is 0 where 2^(-inf + inf) would be NaN.
+        const float subtrahend = reference[i][half] == -INFINITY ? 0.f : reference[i][half] * factor;
+#pragma unroll
+        for (int j = 0; j < N_TILES; ++j)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            float& score = scores[i][j][2 * half + c];
+            score = ptx::exp2(score * factor - subtrahend);
+            row_sum[i][half] += score;
+          }
+      }
+  }
+
+  // Adds up the sums of the four lanes of a row.
+  __device__ void finish() {
+#pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float& sum = row_sum[i][half];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+      }
+  }
+};

@@ -1,0 +1,284 @@
+// dk, dv and the sums of dq, FlashAttention-2, Algorithm 2, for tensor cores with mma.sync (sm_80 and
+// later). Step 2 of the backward: common/delta.cu comes before, common/convert.cu after.
+//
+// grid       one block for each (batch, kv head), part of the head's group, and tile of TILE_N keys
+// block      WARPS warps, laid over each product as WARPS_M x WARPS_N
+// shared     k and v tile; q and dout tile of STAGES steps; probs and dscores between products: 48 to 209 KiB
+// registers  204 to 255; some modes keep up to 72 bytes of addresses on the stack, read once a step
+//
+// A block visits, for each query head of its part of the group in turn, the query tiles that see its
+// keys. dk and dv stay in registers over all of them; dq is added to sums in device memory.
+//
+// What limits it on an H200 at head_dim 128 is shared memory, 240 bytes a product of 16 x 8 x 16, and the
+// additions to dq. With 64 x 64 tiles and two blocks an SM, 292 TFLOP/s (2 x 8192, 16 heads, full), leaving out
+// the additions gave 339, the loads of q and dout 322, the second barrier 320, the exponentials 308. 64 x 128
+// halves additions and loads: 331, with barriers of only those warps that exchange tiles 320. Starting each
+// block at another query tile changed nothing.
+#include <cstddef>
+
+#include "../common/accumulator.cuh"
+#include "../common/softmax.cuh"
+#include "../common/tile.cuh"
+#include "../launch.cuh"
+#include "backward_work.cuh"
+#include "tile.cuh"
+
+namespace {
+
+// ---- constants --------------------------------------------------------------------------------------
+
+using Tile = BackwardTile<HEAD_DIM, SHARED_KIB>;
+constexpr int TILE_M = Tile::TILE_M, TILE_N = Tile::TILE_N, WARPS = Tile::WARPS, STAGES = Tile::STAGES;
+constexpr int THREADS = 32 * WARPS;
+constexpr int HEAD_BLOCKS = HEAD_DIM / 16;
+static_assert(ROW_PADDING % TILE_M == 0 && ROW_PADDING % TILE_N == 0);
+
+// The part of a product of M x N that a warp computes.
+template <int M, int N, int WARPS_M>
+struct WarpTile {
+  static constexpr int WARPS_N = WARPS / WARPS_M;
+  static constexpr int ROWS = M / WARPS_M, COLS = N / WARPS_N;
+  static constexpr int M_TILES = ROWS / 16, N_TILES = COLS / 8;
+  static_assert(ROWS % 16 == 0 && COLS % 16 == 0 && WARPS_M * WARPS_N == WARPS);
+  const int first_row, first_col;
+  __device__ explicit WarpTile(int warp) : first_row(warp / WARPS_N * ROWS), first_col(warp % WARPS_N * COLS) {}
+};
+using ScoresTile = WarpTile<TILE_M, TILE_N, Tile::SCORES_WARPS_M>;
+using DkvTile = WarpTile<TILE_N, HEAD_DIM, Tile::DKV_WARPS_M>;
+using DqTile = WarpTile<TILE_M, HEAD_DIM, Tile::DQ_WARPS_M>;
+
+using LayoutQ = TileLayout<TILE_M, HEAD_DIM>;
+using LayoutKV = TileLayout<TILE_N, HEAD_DIM>;
+using LayoutS = TileLayout<TILE_M, TILE_N>;
+
+// What a step reads of the query rows.
+struct Stage {
+  SmemTile<LayoutQ> q;
+  SmemTile<LayoutQ> dout;
+};
+
+struct SharedStorage {
+  SmemTile<LayoutKV> k;  // dk, at the end
+  SmemTile<LayoutKV> v;  // dv, at the end
+  Stage stages[STAGES];
+  SmemTile<LayoutS> probs;
+  SmemTile<LayoutS> dscores;
+  alignas(16) float lse_log2[STAGES][TILE_M];
+  alignas(16) float delta[STAGES][TILE_M];
+};
+
+// From a tile to the one that is read in the same pattern.
+constexpr int V_FROM_K = offsetof(SharedStorage, v) - offsetof(SharedStorage, k);
+constexpr int DOUT_FROM_Q = offsetof(Stage, dout) - offsetof(Stage, q);
+constexpr int DSCORES_FROM_PROBS = offsetof(SharedStorage, dscores) - offsetof(SharedStorage, probs);
+
+// ---- kernel -----------------------------------------------------------------------------------------
+
+template <class Element, ScoreMode MODE>
+__global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
+    backward_kernel(const __grid_constant__ BwdParams params) {
+  extern __shared__ __align__(1024) char smem[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
+
+  const AttnProblem& p = params.problem;
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const BackwardWork<TILE_N> work(params);
+  const int first_key = work.n_tile * TILE_N, end_key = min(first_key + TILE_N, p.seqlen_k);
+  const Mask mask(p);
+  const TileRange m_tiles = query_tiles<TILE_M>(mask, first_key, end_key);
+  const int first_head = work.kv_head * p.group_size + work.part * p.group_size / params.group_parts;
+  const int end_head = work.kv_head * p.group_size + (work.part + 1) * p.group_size / params.group_parts;
+
+  const DkvTile dkv_tile(warp);
+  const DqTile dq_tile(warp);
+  float acc_dk[DkvTile::M_TILES][DkvTile::N_TILES][4], acc_dv[DkvTile::M_TILES][DkvTile::N_TILES][4];
+  clear(acc_dk);
+  clear(acc_dv);
+
+  // scores = q k^T, dprobs = dout v^T
+  RowsOfA<LayoutQ, HEAD_BLOCKS> rows_q(shared.stages[0].q, ScoresTile(warp).first_row, 0, lane);
+  const ColumnsOfB<LayoutKV, HEAD_BLOCKS> columns_k(shared.k, ScoresTile(warp).first_col, 0, lane);
+  // dv = probs^T dout, dk = dscores^T q
+  const ColumnsOfA<LayoutS, DkvTile::M_TILES> columns_probs(shared.probs, 0, dkv_tile.first_row, lane);
+  RowsOfB<LayoutQ, DkvTile::COLS / 16> b_q(shared.stages[0].q, 0, dkv_tile.first_col, lane);
+  // dq = dscores k
+  const RowsOfA<LayoutS, TILE_N / 16> rows_dscores(shared.dscores, dq_tile.first_row, 0, lane);
+  const RowsOfB<LayoutKV, DqTile::COLS / 16> b_k(shared.k, 0, dq_tile.first_col, lane);
+
+  const auto load_rows = [&](int head, int m_tile, int stage) {
+    const int batch = work.batch, first_row = m_tile * TILE_M;
+    Stage& to = shared.stages[stage];
+    load_tile<LayoutQ, THREADS>(to.q, rows_of_head(p.q, p.q_strides, batch, head), first_row, p.seqlen_q, p.head_dim, thread);
+    load_tile<LayoutQ, THREADS>(to.dout, rows_of_head(params.dout, params.dout_strides, batch, head), first_row,
+                                p.seqlen_q, p.head_dim, thread);
+    const int quad = ptx::recomputed(thread) * 4;
+    if (quad < TILE_M) {
+      const int64_t offset =
+          (static_cast<int64_t>(batch) * p.num_heads + head) * padded_rows(p.seqlen_q) + first_row + quad;
+      ptx::cp_async_16(smem_address(&shared.lse_log2[stage][quad]), params.lse_log2 + offset, true);
+      ptx::cp_async_16(smem_address(&shared.delta[stage][quad]), params.delta + offset, true);
+    }
+    ptx::cp_async_commit();
+  };
+
+  int head = first_head, m_tile = m_tiles.begin;
+  if (m_tiles.begin < m_tiles.end) {
+    load_tile<LayoutKV, THREADS>(shared.k, rows_of_head(p.k, p.k_strides, work.batch, work.kv_head), first_key,
+                                 p.seqlen_k, p.head_dim, thread);
+    load_tile<LayoutKV, THREADS>(shared.v, rows_of_head(p.v, p.v_strides, work.batch, work.kv_head), first_key,
+                                 p.seqlen_k, p.head_dim, thread);
+    load_rows(head, m_tile, 0);
+  } else {
+    head = end_head;
+  }
+
+  int stage = 0;
+  while (head < end_head) {
+    const int first_row = m_tile * TILE_M;
+    const int this_head = head, this_m_tile = m_tile;
+    if (++m_tile == m_tiles.end) {
+      m_tile = m_tiles.begin;
+      ++head;
+    }
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // q and dout (k and v) are there for all; all have finished with the last step
+    if (STAGES == 2 && head < end_head) load_rows(head, m_tile, stage ^ 1);
+
+    float scores[ScoresTile::M_TILES][ScoresTile::N_TILES][4];
+    clear(scores);
+    multiply<Element, HEAD_BLOCKS>(scores, rows_q, columns_k);
+
+    const ScoresTile scores_tile(warp);
+    const int warp_row = scores_tile.first_row + lane / 4, warp_key = first_key + scores_tile.first_col;
+    const bool masked =
+        !mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N);
+    const ScoreTransform<MODE> transform(p, work.batch, this_head);
+    if (MODE == ScoreMode::PLAIN && masked) mask_scores(scores, mask, first_row + scores_tile.first_row, warp_key, lane);
+
+    // dprobs, and probs beside it. Then `scores` are the weights of dprobs in dscores: probs times the
+    // derivative of what was done to the scores.
+    float row_lse[ScoresTile::M_TILES][2], row_delta[ScoresTile::M_TILES][2];
+#pragma unroll
+    for (int i = 0; i < ScoresTile::M_TILES; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        row_lse[i][half] = shared.lse_log2[stage][warp_row + 16 * i + 8 * half];
+        row_delta[i][half] = shared.delta[stage][warp_row + 16 * i + 8 * half];
+      }
+    const AccPlaces<LayoutS, ScoresTile::N_TILES> probs_places(shared.probs, scores_tile.first_row,
+                                                               scores_tile.first_col, lane);
+    // Of this thread's first key from the key that its first row is aligned with.
+    const int thread_key = warp_key + lane % 4 * 2;
+    const int first_distance = thread_key - (first_row + warp_row + p.seqlen_k - p.seqlen_q);
+    const auto finish_probs = [&](int tile) {
+      const int i = tile / ScoresTile::N_TILES, j = tile % ScoresTile::N_TILES;
+      float(&probs)[4] = scores[i][j];
+      float derivative[4];
+      if constexpr (MODE != ScoreMode::PLAIN) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        // Of this key from the one that the row is aligned with.
+        const int distance = ptx::recomputed(first_distance) + 8 * j + r % 2 - 16 * i - 8 * (r / 2);
+        probs[r] = transform.apply(probs[r], distance, derivative[r]);
+        if (masked && !mask.is_visible(distance, thread_key + 8 * j + r % 2)) probs[r] = -INFINITY;
+      }
+      }
+#pragma unroll
+      for (int r = 0; r < 4; ++r) probs[r] = ptx::exp2(probs[r] * transform.factor - row_lse[i][r / 2]);
+      probs_places.template store_acc<Element>(i, j, probs);
+      if constexpr (MODE == ScoreMode::SOFTCAP) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) probs[r] *= derivative[r];
+      }
+    };
+    constexpr int TILES = ScoresTile::M_TILES * ScoresTile::N_TILES;
+    if constexpr (MODE != ScoreMode::PLAIN) {
+      // Beside the product this would not fit the registers.
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile) finish_probs(tile);
+    }
+    float dscores[ScoresTile::M_TILES][ScoresTile::N_TILES][4];
+    clear(dscores);
+    multiply<Element, HEAD_BLOCKS>(dscores, further<DOUT_FROM_Q>(rows_q), further<V_FROM_K>(columns_k), [&](int k) {
+      if constexpr (MODE == ScoreMode::PLAIN) {
+#pragma unroll
+        for (int tile = TILES * k / HEAD_BLOCKS; tile < TILES * (k + 1) / HEAD_BLOCKS; ++tile) finish_probs(tile);
+      }
+    });
+    for_each_score(dscores, [&](float& dscore, int i, int half, int j, int c) {
+      dscore = scores[i][j][2 * half + c] * (dscore - row_delta[i][half]);
+    });
+    store_accs<Element>(shared.dscores, dscores, scores_tile.first_row, scores_tile.first_col, lane);
+    __syncthreads();  // probs and dscores are complete
+
+    multiply<Element, TILE_M / 16>(acc_dv, columns_probs, further<DOUT_FROM_Q>(b_q));
+    multiply<Element, TILE_M / 16>(acc_dk, further<DSCORES_FROM_PROBS>(columns_probs), b_q);
+    if (STAGES == 1 && head < end_head) {
+      __syncthreads();  // all have finished with q and dout
+      load_rows(head, m_tile, 0);
+    }
+
+    float acc_dq[DqTile::M_TILES][DqTile::N_TILES][4];
+    clear(acc_dq);
+    multiply<Element, TILE_N / 16>(acc_dq, rows_dscores, b_k);
+
+    const int64_t batch_head = static_cast<int64_t>(work.batch) * p.num_heads + this_head;
+    const int padded_q = padded_rows(p.seqlen_q);
+    int32_t* turn = params.dq_turn ? params.dq_turn + batch_head * (padded_q / TILE_M) + this_m_tile : nullptr;
+    const int first_n_tile =
+        turn ? key_tiles<TILE_N>(mask, first_row, min(first_row + TILE_M, p.seqlen_q)).begin : 0;
+    if (turn) wait_for_turn(turn, work.n_tile - first_n_tile);
+    const DqTile to(warp);
+    add_to_pieces<HEAD_DIM>(params.dq_acc + batch_head * padded_q * HEAD_DIM +
+                                AccLayout::piece(first_row + to.first_row, to.first_col, HEAD_DIM),
+                            acc_dq, lane);
+    if (turn) pass_turn(turn, work.n_tile - first_n_tile);
+
+    if (STAGES == 2) {
+      rows_q.to_other_stage(stage, sizeof(Stage));
+      b_q.to_other_stage(stage, sizeof(Stage));
+      stage ^= 1;
+    }
+  }
+
+  // Epilogue.
+  const DkvTile end_tile(warp);
+  if (params.group_parts > 1) {
+    const int64_t head_of_part =
+        (static_cast<int64_t>(work.part) * p.batch + work.batch) * (p.num_heads / p.group_size) + work.kv_head;
+    const int64_t piece = head_of_part * padded_rows(p.seqlen_k) * HEAD_DIM +
+                          AccLayout::piece(first_key + end_tile.first_row, end_tile.first_col, HEAD_DIM);
+    store_pieces<HEAD_DIM>(params.dk_acc + piece, acc_dk, lane);
+    store_pieces<HEAD_DIM>(params.dv_acc + piece, acc_dv, lane);
+    return;
+  }
+  __syncthreads();  // all have finished with k and v
+  scale_rows(acc_dk, [&](int, int) { return p.softmax_scale; });
+  store_accs<Element>(shared.k, acc_dk, end_tile.first_row, end_tile.first_col, lane);
+  store_accs<Element>(shared.v, acc_dv, end_tile.first_row, end_tile.first_col, lane);
+  __syncthreads();  // dk and dv are complete
+  const int num_kv_heads = p.num_heads / p.group_size;
+  const int64_t offset = contiguous_offset(work.batch, p.seqlen_k, num_kv_heads, p.head_dim, 0, work.kv_head);
+  const int64_t row_stride = static_cast<int64_t>(num_kv_heads) * p.head_dim;
+  store_tile<LayoutKV, TILE_N, THREADS>(shared.k, 0, static_cast<uint16_t*>(params.dk) + offset, row_stride, first_key,
+                                        p.seqlen_k, p.head_dim, thread);
+  store_tile<LayoutKV, TILE_N, THREADS>(shared.v, 0, static_cast<uint16_t*>(params.dv) + offset, row_stride, first_key,
+                                        p.seqlen_k, p.head_dim, thread);
+}
+
+// ---- launcher ---------------------------------------------------------------------------------------
+
+cudaError_t launch_kernel(const BwdParams* params, cudaStream_t stream) {
+  const AttnProblem& p = params->problem;
+  const int64_t n_tiles = (p.seqlen_k + TILE_N - 1) / TILE_N;
+  const int64_t pieces = static_cast<int64_t>(p.batch) * (p.num_heads / p.group_size) * params->group_parts;
+  return launch(KERNEL_FOR(backward_kernel, p), n_tiles * pieces, THREADS, sizeof(SharedStorage), *params, stream);
+}
+
+}  // namespace
+
+extern "C" {
+extern const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_sm80);
+const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_sm80) = {
+    launch_kernel, sizeof(SharedStorage), THREADS, Tile::BLOCKS_PER_SM, TILE_M, TILE_N};
+}

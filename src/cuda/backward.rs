@@ -1,0 +1,239 @@
+//! dq, dk and dv: fills `BwdParams` and calls delta, main and convert in order.
+//!
+//! The workspace: dq in f32 with rows padded to the kernel's head_dim and a multiple of [`ROW_PADDING`]
+//! rows, lse and delta of the padded rows, and, where the heads of a group are shared out, dk and dv in f32
+//! for each part.
+
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
+use candle_core::{DType, Result, Tensor, bail};
+use half::{bf16, f16};
+
+use super::dispatch::{self, Chosen, Gpu};
+use super::ffi::{self, BwdParams, ConvertParams, MIN_TILE_M, ROW_PADDING};
+use super::{Element, Rows, alloc, check, cuda_storage, for_dtype, problem, slopes_pointer};
+use crate::params::AttnParams;
+
+/// (batch, kv head, part) pieces whose tiles are launched side by side, so that their q, dout and dq share L2.
+/// Measured on an H200 (causal, 2 x 8192, head_dim 128, 32/8 heads): 287 TFLOP/s with 1, 317 with 2, 320
+/// with 4, 317 with 8, 313 with all 16.
+const PIECES_TOGETHER: usize = 4;
+
+/// Rounds of blocks over the whole GPU from which sharing out a group's heads gains nothing: with a diagonal
+/// the blocks differ in length and need more of them to even out.
+const ROUNDS: usize = 3;
+const ROUNDS_WITH_DIAGONAL: usize = 7;
+
+/// Computes dq, dk and dv, contiguous. `lse` is `(batch, num_heads, seqlen_q)`, F32.
+pub(crate) fn backward(
+    params: &AttnParams,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    out: &Tensor,
+    dout: &Tensor,
+    lse: &Tensor,
+) -> Result<[Tensor; 3]> {
+    for_dtype!(
+        q.dtype(),
+        backward_typed,
+        (params, [q, k, v, out, dout], lse)
+    )
+}
+
+fn backward_typed<E: Element>(
+    params: &AttnParams,
+    tensors: [&Tensor; 5],
+    lse: &Tensor,
+) -> Result<[Tensor; 3]> {
+    let guards = tensors.map(Tensor::storage_and_layout);
+    let (lse_guard, _) = lse.storage_and_layout();
+    let inputs = guards.each_ref();
+    let device = cuda_storage(&inputs[0].0)?.device();
+    let stream = device.cuda_stream();
+    let gpu = Gpu::of(device)?;
+    let Some(chosen) = dispatch::backward(&gpu, params) else {
+        bail!(
+            "flash_attn: no CUDA kernel for head_dim {}",
+            params.head_dim
+        );
+    };
+    let group_parts = group_parts(params, &gpu, &chosen);
+    let pieces = params.batch * params.num_kv_heads * group_parts;
+    let problem = problem::<E>(params, PIECES_TOGETHER.min(pieces))?;
+
+    let padded = |rows: usize| rows.next_multiple_of(ROW_PADDING);
+    let q_rows = params.batch * params.num_heads * params.seqlen_q;
+    let k_rows = params.batch * params.num_kv_heads * params.seqlen_k;
+    let stat_rows = params.batch * params.num_heads * padded(params.seqlen_q);
+    let dkv_acc_len = match group_parts {
+        1 => 0,
+        parts => {
+            parts * params.batch * params.num_kv_heads * padded(params.seqlen_k) * chosen.head_dim
+        }
+    };
+    let turns = if params.deterministic {
+        stat_rows / MIN_TILE_M
+    } else {
+        0
+    };
+    // SAFETY: delta writes all of lse_log2 and delta; main all of dk_acc and dv_acc that convert reads, and dk
+    // and dv; convert all of dq, and dk and dv where there are parts. Without rows nothing is read.
+    let (mut dq, mut dk, mut dv, mut stats, mut dkv_acc) = unsafe {
+        (
+            alloc::<E>(device, q_rows * params.head_dim)?,
+            alloc::<E>(device, k_rows * params.head_dim)?,
+            alloc::<E>(device, k_rows * params.head_dim)?,
+            alloc::<f32>(device, 2 * stat_rows)?,
+            alloc::<f32>(device, 2 * dkv_acc_len)?,
+        )
+    };
+    let mut dq_acc: CudaSlice<f32> = device.alloc_zeros((stat_rows * chosen.head_dim).max(1))?;
+    let mut dq_turns: CudaSlice<i32> = device.alloc_zeros(turns.max(1))?;
+
+    if q_rows + k_rows > 0 {
+        let [q, k, v, out, dout] = [
+            Rows::<E>::new((cuda_storage(&inputs[0].0)?, inputs[0].1))?,
+            Rows::new((cuda_storage(&inputs[1].0)?, inputs[1].1))?,
+            Rows::new((cuda_storage(&inputs[2].0)?, inputs[2].1))?,
+            Rows::new((cuda_storage(&inputs[3].0)?, inputs[3].1))?,
+            Rows::new((cuda_storage(&inputs[4].0)?, inputs[4].1))?,
+        ];
+        let slopes = params.alibi_slopes_on_device();
+        let slopes = slopes.map(Tensor::storage_and_layout);
+        let slopes = slopes
+            .as_ref()
+            .map(|(storage, _)| cuda_storage(storage))
+            .transpose()?;
+        let (q_pointer, _q_read) = q.pointer(&stream)?;
+        let (k_pointer, _k_read) = k.pointer(&stream)?;
+        let (v_pointer, _v_read) = v.pointer(&stream)?;
+        let (out_pointer, _out_read) = out.pointer(&stream)?;
+        let (dout_pointer, _dout_read) = dout.pointer(&stream)?;
+        let (alibi_slopes, _slopes_read) = slopes_pointer!(slopes, &stream);
+        let lse = cuda_storage(&lse_guard)?.as_cuda_slice::<f32>()?;
+        let (lse_address, _lse_read) = lse.device_ptr(&stream);
+        let (dq_address, _dq_write) = dq.device_ptr_mut(&stream);
+        let (dk_address, _dk_write) = dk.device_ptr_mut(&stream);
+        let (dv_address, _dv_write) = dv.device_ptr_mut(&stream);
+        let (stats_address, _stats_write) = stats.device_ptr_mut(&stream);
+        let (dq_acc_address, _dq_acc_write) = dq_acc.device_ptr_mut(&stream);
+        let (dkv_acc_address, _dkv_acc_write) = dkv_acc.device_ptr_mut(&stream);
+        let (turns_address, _turns_write) = dq_turns.device_ptr_mut(&stream);
+
+        let stats = stats_address as *mut f32;
+        let dk_acc = dkv_acc_address as *mut f32;
+        let or_null = |is_used, pointer: *mut f32| {
+            if is_used {
+                pointer
+            } else {
+                std::ptr::null_mut()
+            }
+        };
+        let arguments = BwdParams {
+            problem: ffi::AttnProblem {
+                q: q_pointer,
+                k: k_pointer,
+                v: v_pointer,
+                alibi_slopes,
+                q_strides: q.strides,
+                k_strides: k.strides,
+                v_strides: v.strides,
+                ..problem
+            },
+            out: out_pointer,
+            dout: dout_pointer,
+            dout_strides: dout.strides,
+            lse: lse_address as *const f32,
+            dq: dq_address as *mut _,
+            dk: dk_address as *mut _,
+            dv: dv_address as *mut _,
+            lse_log2: stats,
+            delta: stats.wrapping_add(stat_rows),
+            dq_acc: dq_acc_address as *mut f32,
+            dk_acc: or_null(group_parts > 1, dk_acc),
+            dv_acc: or_null(group_parts > 1, dk_acc.wrapping_add(dkv_acc_len)),
+            dq_turn: or_null(params.deterministic, turns_address as *mut f32).cast(),
+            group_parts: group_parts as i32,
+        };
+        let convert =
+            |acc: *const f32, out: u64, parts: usize, kv: bool, scale: f64| ConvertParams {
+                acc,
+                out: out as *mut _,
+                parts: parts as i32,
+                batch: problem.batch,
+                seqlen: if kv {
+                    problem.seqlen_k
+                } else {
+                    problem.seqlen_q
+                },
+                num_heads: if kv {
+                    params.num_kv_heads as i32
+                } else {
+                    problem.num_heads
+                },
+                head_dim: problem.head_dim,
+                acc_cols: chosen.head_dim as i32,
+                scale: scale as f32,
+                element: problem.element,
+            };
+        let stream_handle = stream.cu_stream();
+        stream.context().bind_to_thread().w()?;
+        // SAFETY, of all launches: the context is current. The pointers are to live allocations of its device,
+        // whose guards are held until after the last launch, on the stream that they were made ready for;
+        // every index that the strides and sizes allow lies within them, since candle's layouts do; the
+        // workspace has the sizes that kernels/params.h states.
+        let run_convert = |arguments: ConvertParams| -> Result<()> {
+            // SAFETY: as above.
+            let status = unsafe { ffi::flash_bwd_convert(&arguments, stream_handle) };
+            check(status, "flash_bwd_convert", params)
+        };
+        // SAFETY: as above.
+        let status = unsafe { ffi::flash_bwd_delta(&arguments, stream_handle) };
+        check(status, "flash_bwd_delta", params)?;
+        // SAFETY: as above.
+        let status = unsafe { (chosen.kernel.launch)(&arguments, stream_handle) };
+        check(status, chosen.name, params)?;
+        run_convert(convert(
+            arguments.dq_acc,
+            dq_address,
+            1,
+            false,
+            params.softmax_scale,
+        ))?;
+        if group_parts > 1 {
+            run_convert(convert(
+                arguments.dk_acc,
+                dk_address,
+                group_parts,
+                true,
+                params.softmax_scale,
+            ))?;
+            run_convert(convert(arguments.dv_acc, dv_address, group_parts, true, 1.))?;
+        }
+    }
+    Ok([
+        super::tensor(dq, device, tensors[0].shape()),
+        super::tensor(dk, device, tensors[1].shape()),
+        super::tensor(dv, device, tensors[2].shape()),
+    ])
+}
+
+/// How many blocks share the query heads of a group: one, unless there are too few blocks to fill the GPU.
+/// Sharing costs a sum of dk and dv in f32 for each part, in memory and time.
+fn group_parts(params: &AttnParams, gpu: &Gpu, chosen: &Chosen<BwdParams>) -> usize {
+    let blocks = params.batch
+        * params.num_kv_heads
+        * params.seqlen_k.div_ceil(chosen.kernel.tile_n as usize);
+    let rounds = match params.mask.window_right() {
+        Some(_) => ROUNDS_WITH_DIAGONAL,
+        None => ROUNDS,
+    };
+    let wanted = gpu.multiprocessors * chosen.kernel.blocks_per_sm as usize * rounds;
+    let group_size = params.group_size();
+    (1..=group_size)
+        .filter(|parts| group_size.is_multiple_of(*parts))
+        .find(|parts| blocks * parts >= wanted)
+        .unwrap_or(group_size)
+}

@@ -1,0 +1,269 @@
+//! THE table: which compiled kernel runs a head_dim on a device.
+//!
+//! [`forward`], [`backward`] and the public `is_supported` ask the same rows, so nothing is admitted that
+//! could not be launched.
+
+use candle_core::cuda_backend::cudarc::driver::CudaContext;
+use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute as Attribute;
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{DType, Result};
+
+use super::ffi::{self, BwdParams, FwdParams, Kernel};
+use crate::params::AttnParams;
+
+/// Element types of the kernels.
+pub(crate) const DTYPES: [DType; 2] = [DType::F16, DType::BF16];
+
+/// Rows are read 16 bytes at a time.
+pub(crate) const HEAD_DIM_MULTIPLE: usize = 8;
+
+/// What the kernels need to know of a GPU.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Gpu {
+    pub(crate) compute_capability: (i32, i32),
+    pub(super) multiprocessors: usize,
+    /// Shared memory that a block can be given, in KiB.
+    shared_kib: usize,
+}
+
+impl Gpu {
+    pub(crate) fn of(device: &CudaDevice) -> Result<Self> {
+        let stream = device.cuda_stream();
+        let context: &CudaContext = stream.context();
+        let attribute = |attribute| context.attribute(attribute).w();
+        let shared_bytes =
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        Ok(Self {
+            compute_capability: (
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            ),
+            multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?
+                as usize,
+            shared_kib: shared_limit().min(shared_bytes as usize >> 10),
+        })
+    }
+}
+
+/// `CANDLE_FLASH_GQA_SHARED_KIB` makes a GPU look like one with less shared memory, to test the kernels of
+/// such a one.
+fn shared_limit() -> usize {
+    let limit = std::env::var("CANDLE_FLASH_GQA_SHARED_KIB");
+    limit
+        .ok()
+        .and_then(|limit| limit.parse().ok())
+        .unwrap_or(usize::MAX)
+}
+
+/// Which problems a kernel takes, by what is done to their scores.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Modes {
+    /// Only those that scale by a positive factor: no softcap, no alibi.
+    Plain,
+    Any,
+}
+
+/// One row of the table.
+struct Row<Params: 'static> {
+    name: &'static str,
+    head_dim: usize,
+    shared_kib: usize,
+    modes: Modes,
+    kernel: &'static Kernel<Params>,
+}
+
+/// A kernel that was chosen.
+#[derive(Debug)]
+pub(super) struct Chosen<Params: 'static> {
+    pub(super) name: &'static str,
+    /// The kernel's own: that of the problem is at most this.
+    pub(super) head_dim: usize,
+    pub(super) kernel: &'static Kernel<Params>,
+}
+
+macro_rules! forward_rows {
+    ($($file:literal, $symbol:ident, $head_dim:literal, $shared_kib:literal, $modes:ident;)*) => {
+        fn forward_rows() -> impl Iterator<Item = Row<FwdParams>> {
+            [$(Row {
+                name: stringify!($symbol),
+                head_dim: $head_dim,
+                shared_kib: $shared_kib,
+                modes: Modes::$modes,
+                // SAFETY: a constant of the linked library, never written, of the type that ffi.rs states.
+                kernel: unsafe { &ffi::$symbol },
+            }),*].into_iter()
+        }
+    };
+}
+macro_rules! backward_rows {
+    ($($file:literal, $symbol:ident, $head_dim:literal, $shared_kib:literal, $modes:ident;)*) => {
+        fn backward_rows() -> impl Iterator<Item = Row<BwdParams>> {
+            [$(Row {
+                name: stringify!($symbol),
+                head_dim: $head_dim,
+                shared_kib: $shared_kib,
+                modes: Modes::$modes,
+                // SAFETY: as in `forward_rows`.
+                kernel: unsafe { &ffi::$symbol },
+            }),*].into_iter()
+        }
+    };
+}
+instances!(forward_rows, backward_rows);
+
+/// The first row that runs there: rows are in order of head_dim, the best of each first.
+fn choose<Params>(
+    mut rows: impl Iterator<Item = Row<Params>>,
+    gpu: &Gpu,
+    head_dim: usize,
+    plain: bool,
+) -> Option<Chosen<Params>> {
+    if gpu.compute_capability < (8, 0)
+        || head_dim == 0
+        || !head_dim.is_multiple_of(HEAD_DIM_MULTIPLE)
+    {
+        return None;
+    }
+    let row = rows.find(|row| {
+        head_dim <= row.head_dim
+            && row.shared_kib <= gpu.shared_kib
+            && (plain || row.modes == Modes::Any)
+    })?;
+    Some(Chosen {
+        name: row.name,
+        head_dim: row.head_dim,
+        kernel: row.kernel,
+    })
+}
+
+/// The largest head_dim that has kernels.
+pub(crate) fn max_head_dim() -> usize {
+    forward_rows().map(|row| row.head_dim).max().unwrap_or(0)
+}
+
+/// Whether both passes have a kernel.
+pub(crate) fn is_supported(gpu: &Gpu, dtype: DType, head_dim: usize) -> bool {
+    DTYPES.contains(&dtype)
+        && choose(forward_rows(), gpu, head_dim, false).is_some()
+        && choose(backward_rows(), gpu, head_dim, false).is_some()
+}
+
+/// The kernel for a problem that [`is_supported`] admits.
+pub(super) fn forward(gpu: &Gpu, params: &AttnParams) -> Option<Chosen<FwdParams>> {
+    choose(forward_rows(), gpu, params.head_dim, is_plain(params))
+}
+
+/// As [`forward`].
+pub(super) fn backward(gpu: &Gpu, params: &AttnParams) -> Option<Chosen<BwdParams>> {
+    choose(backward_rows(), gpu, params.head_dim, is_plain(params))
+}
+
+/// Whether scores are `q·k` times a positive factor; `ScoreMode::PLAIN` of kernels/params.h.
+fn is_plain(params: &AttnParams) -> bool {
+    params.softmax_scale as f32 >= ffi::MIN_PLAIN_SCALE
+        && params.softcap.is_none()
+        && params.alibi_slopes.is_none()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(compute_capability: (i32, i32), shared_kib: usize) -> Gpu {
+        Gpu {
+            compute_capability,
+            multiprocessors: 100,
+            shared_kib,
+        }
+    }
+
+    #[test]
+    fn every_gpu_from_ampere_on_has_kernels_for_every_multiple_of_8_up_to_256() {
+        for gpu in [
+            gpu((8, 0), 163),
+            gpu((8, 6), 99),
+            gpu((9, 0), 227),
+            gpu((12, 0), 99),
+        ] {
+            for head_dim in 0..300 {
+                let expected = head_dim > 0 && head_dim % 8 == 0 && head_dim <= 256;
+                for dtype in DTYPES {
+                    assert_eq!(is_supported(&gpu, dtype, head_dim), expected, "{head_dim}");
+                }
+                assert!(!is_supported(&gpu, DType::F32, head_dim));
+            }
+        }
+        assert!(!is_supported(&gpu((7, 5), 99), DType::F16, 64));
+    }
+
+    #[test]
+    fn rows_hold_what_their_kernels_need() {
+        for (name, kib, bytes) in forward_rows()
+            .map(|row| (row.name, row.shared_kib, row.kernel.shared_bytes))
+            .chain(backward_rows().map(|row| (row.name, row.shared_kib, row.kernel.shared_bytes)))
+        {
+            assert!(bytes > 0 && bytes as usize <= kib << 10, "{name}: {bytes}");
+        }
+        for row in backward_rows() {
+            for tile in [row.kernel.tile_m, row.kernel.tile_n] {
+                assert_eq!(ffi::ROW_PADDING % tile as usize, 0, "{}", row.name);
+            }
+            assert!(
+                row.kernel.tile_m as usize >= ffi::MIN_TILE_M,
+                "{}",
+                row.name
+            );
+        }
+    }
+
+    #[test]
+    fn the_best_row_comes_first() {
+        let name = |gpu: Gpu, head_dim, plain| {
+            choose(backward_rows(), &gpu, head_dim, plain).map(|row| row.name)
+        };
+        let hopper = gpu((9, 0), 227);
+        assert_eq!(
+            name(hopper, 128, true),
+            Some("flash_bwd_sm80_hd128_smem163")
+        );
+        assert_eq!(
+            name(hopper, 40, true),
+            Some("flash_bwd_keys_sm80_hd64_smem99")
+        );
+        assert_eq!(name(hopper, 40, false), Some("flash_bwd_sm80_hd64_smem99"));
+        assert_eq!(
+            name(gpu((8, 6), 99), 200, true),
+            Some("flash_bwd_sm80_hd256_smem99")
+        );
+    }
+
+    /// The twins of kernels/params.h have not drifted.
+    #[test]
+    fn structs_have_the_layout_of_the_kernels() {
+        use std::mem::{offset_of, size_of};
+        let ours = [
+            size_of::<ffi::Strides>(),
+            size_of::<ffi::AttnProblem>(),
+            offset_of!(ffi::AttnProblem, q_strides),
+            offset_of!(ffi::AttnProblem, batch),
+            offset_of!(ffi::AttnProblem, softmax_scale),
+            offset_of!(ffi::AttnProblem, element),
+            size_of::<FwdParams>(),
+            offset_of!(FwdParams, lse),
+            size_of::<BwdParams>(),
+            offset_of!(BwdParams, lse),
+            offset_of!(BwdParams, group_parts),
+            size_of::<ffi::ConvertParams>(),
+            offset_of!(ffi::ConvertParams, parts),
+            offset_of!(ffi::ConvertParams, element),
+            size_of::<Kernel<FwdParams>>(),
+            offset_of!(Kernel<FwdParams>, tile_n),
+            ffi::ROW_PADDING,
+            ffi::MAX_WINDOW as usize,
+        ];
+        let mut theirs = [0; 18];
+        // SAFETY: it writes exactly as many numbers as kernels/common/layout.cu lists, 18.
+        unsafe { ffi::flash_layout(theirs.as_mut_ptr()) };
+        assert_eq!(ours, theirs);
+    }
+}
