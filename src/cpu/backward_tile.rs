@@ -185,7 +185,7 @@ impl<E: Element> WithSimd for Step<'_, E> {
         band.rows_by_keys(simd, &scratch.q, &scratch.k_t, &mut scratch.probs);
         band.rows_by_keys(simd, &scratch.dout, &scratch.v_t, &mut scratch.dscores);
         if let Some(slopes) = params.alibi_slopes_on_host() {
-            scratch.alibi.set(params, slopes, tile, keys.start);
+            scratch.alibi.set(params, slopes, tile, 0, keys.start);
         }
         for row in 0..tile.rows() {
             row_gradient::<S, E::Acc>(simd, &band, &scaling, rows, row, scratch);

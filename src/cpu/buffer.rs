@@ -20,7 +20,7 @@ pub(crate) struct Tile<T> {
     marker: std::marker::PhantomData<T>,
 }
 
-impl<T: Real> Tile<T> {
+impl<T: Pod> Tile<T> {
     /// A tile of zeros with room for `rows` rows of `cols` numbers.
     pub(crate) fn new(rows: usize, cols: usize) -> Self {
         let lines_per_row = (padded::<T>(cols) * size_of::<T>() / LINE_BYTES) | 1;

@@ -1,33 +1,37 @@
 //! The forward pass for a handful of query rows: decoding on a long cache, bound by reading K and V.
 //!
-//! With so few rows a tile's vectors would be mostly empty, so here scores are rows by keys: each is a
-//! dot product along head_dim, and every row of K and V is read once for all the heads of its group.
+//! With so few rows the [tile kernel](super::forward_tile)'s vectors would be mostly empty. Here a score
+//! is a dot product along head_dim, and all key/value heads of a sequence are taken together, a few keys
+//! at a time: every row of K and V is read once, about in the order in which the rows lie in memory.
+//! The scores are keys by rows, as in the tile kernel, with the rows of all heads side by side.
+//!
+//! With 32/8 heads, head_dim 128, AVX-512 and K and V in L2, a row of K and V together costs about 110
+//! cycles on a Zen 5 core in f32: 28 for the products with q, 11 for their sums across lanes, 39 for the
+//! values, 13 for the softmax, and prefetches and bookkeeping (shares of a profile, at 4.3 GHz, taken with
+//! a block's prefetches at once). Conversions of half types happen in
+//! registers on the way.
 
 use std::ops::Range;
 
 use pulp::Simd;
 
-use super::buffer::{Tile, padded};
+use super::buffer::{LINE_BYTES, Tile, padded};
 use super::element::Element;
-use super::forward_tile::{Attend, Scratch, rescale_rows, softcap};
-use super::matmul::{Begin, Out, Product, Rhs};
-use super::rows::{RowTile, Scaling, View};
-use super::simd::Real;
-use crate::params::AttnParams;
+use super::forward_tile::{Attend, add_alibi, mask_scores, rescale_rows, softcap};
+use super::matmul::Rhs;
+use super::rows::{RowTile, Scaling};
+use super::simd::{Real, lanes, prefetch, sums};
 
-/// Keys in a block: few, since its rows of K or V stay in L1 while all rows of q meet them.
-const BLOCK: usize = 16;
+/// Keys of a head that are multiplied before the next head's: with as many rows they make 16 sums, and
+/// each vector of out is read and written once for all of them.
+const BLOCK: usize = 4;
+/// The same with 16 registers.
+const BLOCK_16_REGISTERS: usize = 2;
+/// Rows that are multiplied together.
+const ROWS: usize = 4;
 
-/// Keys in a tile: K of all heads, and V with it, are fetched into L2 while the other is multiplied.
-pub(crate) const fn tile_keys<T>(num_kv_heads: usize, head_dim: usize) -> usize {
-    const TILE_BYTES: usize = 64 << 10;
-    let keys = TILE_BYTES / (num_kv_heads * head_dim * size_of::<T>()) / BLOCK * BLOCK;
-    match keys {
-        0..BLOCK => BLOCK,
-        BLOCK..=96 => keys,
-        _ => 96,
-    }
-}
+/// Keys in a tile: the scores of 32 rows take 24 KiB in f32, half of a Zen 5 core's L1.
+pub(crate) const TILE_KEYS: usize = 128;
 
 /// Rows up to which this kernel is used: above, a tile fills half a vector of 16.
 pub(crate) const MAX_ROWS: usize = 8;
@@ -46,319 +50,343 @@ pub(crate) fn attend<S: Simd, E: Element>(simd: S, attend: Attend<'_, E>) {
         ..
     } = attend;
     let head_dim = params.head_dim;
+    let cols = padded::<E::Acc>(head_dim);
     let scaling = Scaling::<E::Acc>::new(params);
-    let mut lines = 0;
-    for (tile, row) in tiles
+    let mut staging = Tile::<E>::new(BLOCK, head_dim);
+    let ahead = keys_ahead::<E>(tiles.len(), head_dim);
+
+    // Each tile with the lines that its rows take in q, out and the softmax: columns of the scores.
+    let mut rows = 0;
+    let tiles: Vec<(&RowTile, Range<usize>)> = tiles
         .iter()
-        .flat_map(|tile| (0..tile.rows()).map(move |row| (tile, row)))
-    {
-        let (position, head) = tile.row(row);
-        let line = scratch.q.row_mut(lines, head_dim);
-        lines += 1;
-        q.load(tile.batch, position, head, line);
-        for x in line {
-            *x = *x * scaling.q;
+        .map(|tile| {
+            let first = rows;
+            rows += tile.rows();
+            (tile, first..rows)
+        })
+        .collect();
+    for (tile, lines) in &tiles {
+        for (row, line) in lines.clone().enumerate() {
+            let (position, head) = tile.row(row);
+            let line = scratch.q.row_mut(line, head_dim);
+            q.load(tile.batch, position, head, line);
+            for x in line {
+                *x = *x * scaling.q;
+            }
         }
     }
 
     let mut first_key = all_keys.start;
     while first_key < all_keys.end {
         let keys = first_key..(first_key + tile_n).min(all_keys.end);
-        let steps = || {
-            let mut first_line = 0;
-            let keys = keys.clone();
-            tiles.iter().map(move |tile| {
-                let step = Step {
-                    params,
-                    tile,
-                    keys: keys.clone(),
-                    first_line,
+
+        for block in blocks(keys.clone()) {
+            for (tile, lines) in &tiles {
+                let mut scores = Scores {
+                    q: &scratch.q,
+                    scores: &mut scratch.scores,
+                    cols,
+                    ahead,
                 };
-                first_line += tile.rows();
-                step
-            })
-        };
-        let mut upcoming = Upcoming::new(v, tiles, keys.clone());
-        for block in blocks(keys.len()) {
-            for step in steps() {
-                upcoming.prefetch(block.len());
-                let k_rows = step.read_rows(k, &block, &mut scratch.k);
-                step.multiply_scores::<S, E::Acc>(
+                scores.multiply(
                     simd,
-                    &block,
-                    &scratch.q,
-                    k_rows,
-                    &mut scratch.scores,
+                    lines.clone(),
+                    block.start - keys.start..block.end - keys.start,
+                    k.rows(tile.batch, block.clone(), tile.kv_head, &mut staging),
                 );
             }
         }
-        for step in steps() {
-            if let Some(slopes) = params.alibi_slopes_on_host() {
-                scratch.alibi.set(params, slopes, step.tile, keys.start);
-            }
-            for row in 0..step.tile.rows() {
-                step.softmax_row::<S, E::Acc>(simd, &scaling, row, scratch);
+
+        if let Some(factor) = scaling.softcap {
+            for key in 0..keys.len() {
+                let scores = scratch.scores.row_mut(key, padded::<E::Acc>(rows));
+                softcap(simd, factor, scores);
             }
         }
-        rescale_rows(
-            &scratch.softmax.rescale,
-            0..lines,
-            padded::<E::Acc>(head_dim),
-            &mut scratch.out,
-        );
-        let mut upcoming = Upcoming::new(k, tiles, keys.end..(keys.end + tile_n).min(all_keys.end));
-        for block in blocks(keys.len()) {
-            for step in steps() {
-                upcoming.prefetch(block.len());
-                let v_rows = step.read_rows(v, &block, &mut scratch.v);
-                step.multiply_values::<S, E::Acc>(
-                    simd,
-                    &block,
-                    &scratch.scores,
-                    v_rows,
-                    &mut scratch.out,
-                );
+        if let Some(slopes) = params.alibi_slopes_on_host() {
+            for (tile, lines) in &tiles {
+                scratch
+                    .alibi
+                    .set(params, slopes, tile, lines.start, keys.start);
+            }
+            add_alibi(simd, &scratch.alibi, keys.len(), rows, &mut scratch.scores);
+        }
+        for (tile, lines) in &tiles {
+            let visible = tile.positions.clone();
+            if !params.mask.all_visible(visible, keys.clone()) {
+                let scores = &mut scratch.scores;
+                mask_scores(params, tile, lines.start, keys.clone(), scores);
+            }
+        }
+        scratch
+            .softmax
+            .update(simd, &mut scratch.scores, keys.len(), rows);
+        rescale_rows(&scratch.softmax.rescale, 0..rows, cols, &mut scratch.out);
+
+        for block in blocks(keys.clone()) {
+            for (tile, lines) in &tiles {
+                let v_rows = v.rows(tile.batch, block.clone(), tile.kv_head, &mut staging);
+                let mut values = Values {
+                    probs: &scratch.scores,
+                    out: &mut scratch.out,
+                    cols,
+                    ahead,
+                };
+                let positions = tile.positions.clone();
+                if params.mask.all_visible(positions, block.clone()) {
+                    let block = block.start - keys.start..block.end - keys.start;
+                    values.multiply(simd, lines.clone(), block, v_rows);
+                    continue;
+                }
+                // Each row over exactly the keys that it sees, since 0 * NaN is NaN.
+                for (row, line) in lines.clone().enumerate() {
+                    let visible = params.mask.keys_of_row(tile.row(row).0);
+                    let start = visible.start.clamp(block.start, block.end);
+                    let end = visible.end.clamp(start, block.end);
+                    if start < end {
+                        let v_rows = v_rows.skip(start - block.start);
+                        let block = start - keys.start..end - keys.start;
+                        values.multiply(simd, line..line + 1, block, v_rows);
+                    }
+                }
             }
         }
         first_key = keys.end;
     }
 }
 
-/// The keys of a tile, relative to its first, in blocks that are multiplied with all heads in turn.
-fn blocks(keys: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..keys)
+/// Keys in blocks that are multiplied with all heads in turn.
+fn blocks(keys: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    keys.clone()
         .step_by(BLOCK)
-        .map(move |first| first..(first + BLOCK).min(keys))
+        .map(move |first| first..(first + BLOCK).min(keys.end))
 }
 
-/// The rows of K or V that the next phase will read, in the order in which they lie in memory.
+/// How many keys before their turn the rows of K and V are asked for: what is asked for stays in L1.
 ///
-/// They are asked for while this phase multiplies. In the order of the multiplications, head by head,
-/// a row of a head would be followed by one at another page, which no hardware prefetcher follows.
-///
-/// Measured on two Zen 5 cores, 32/8 heads, head_dim 128, 8192 keys in f32, where a linear pass over the
-/// same memory reads 48 GB/s: without prefetches 18 GB/s, with them 30. The misses that a core's L1 can
-/// have open, some 24 of 64 bytes at 100 ns, are 15 GB/s a core. A loop over keys with all heads inside
-/// leaves it to the hardware's prefetchers instead and reached 24, since one key at a time costs
-/// arithmetic; a pass that first converts a tile of all heads in the order of memory 15; `T1` prefetches
-/// 27, plain loads in their place 17; prefetches spread over groups of four keys the same 30.
-struct Upcoming<'a, E> {
-    view: View<'a, E>,
-    tiles: &'a [RowTile],
-    keys: Range<usize>,
-    next: usize,
-}
-
-impl<'a, E: Element> Upcoming<'a, E> {
-    fn new(view: View<'a, E>, tiles: &'a [RowTile], keys: Range<usize>) -> Self {
-        Self {
-            view,
-            tiles,
-            keys,
-            next: 0,
-        }
-    }
-
-    /// Asks for the next `count` rows.
-    #[inline(always)]
-    fn prefetch(&mut self, count: usize) {
-        let (heads, keys) = (self.tiles.len(), self.keys.len());
-        let end = (self.next + count).min(heads * keys);
-        for index in self.next..end {
-            let (key, head) = if self.view.heads_are_adjacent() {
-                (index / heads, index % heads)
-            } else {
-                (index % keys, index / keys)
-            };
-            let RowTile { batch, kv_head, .. } = self.tiles[head];
-            self.view.prefetch(batch, self.keys.start + key, kv_head);
-        }
-        self.next = end;
+/// The heads of four keys lie on four pages and no hardware prefetcher follows that: without these
+/// prefetches 8192 keys of 32/8 heads, head_dim 128 in f32 read memory at 0.3 of the speed of a linear
+/// pass. 8 KiB ahead reaches 0.5 to 0.65, 16 KiB 0.6 to 0.85, 32 KiB 0.55 to 0.7. Lines asked for between the
+/// multiplications of each vector took 0.71 ms in half types where a block's lines at once took 0.79,
+/// perhaps because those are more than the misses that an L1 can have open.
+const fn keys_ahead<E>(heads: usize, head_dim: usize) -> usize {
+    const AHEAD_BYTES: usize = 16 << 10;
+    let keys = AHEAD_BYTES / (heads * head_dim * size_of::<E>()) / BLOCK * BLOCK;
+    match keys {
+        0 => BLOCK,
+        1..TILE_KEYS => keys,
+        _ => TILE_KEYS,
     }
 }
 
-/// The rows of one key/value head against one tile of keys.
-struct Step<'a> {
-    params: &'a AttnParams,
-    tile: &'a RowTile,
-    keys: Range<usize>,
-    /// Where the rows of `tile` begin in the scratch's q, scores, out and softmax.
-    first_line: usize,
+/// Asks for the cache line that begins at number `col` of a row, if one does.
+#[inline(always)]
+fn prefetch_line<E>(row: *const E, col: usize) {
+    if (col * size_of::<E>()).is_multiple_of(LINE_BYTES) {
+        prefetch(row.wrapping_add(col));
+    }
 }
 
-impl Step<'_> {
-    /// A block of rows of K or V: in place where they can be, else converted into `tile`.
-    #[inline(always)]
-    fn read_rows<'a, E: Element>(
-        &self,
-        view: View<'a, E>,
-        block: &Range<usize>,
-        tile: &'a mut Tile<E::Acc>,
-    ) -> Rhs<'a, E::Acc> {
-        let positions = self.keys.start + block.start..self.keys.start + block.end;
-        let RowTile { batch, kv_head, .. } = *self.tile;
-        if let Some(rows) = view.in_place(batch, positions.start, kv_head) {
-            return rows;
-        }
-        view.load_tile(batch, positions, kv_head, tile);
-        tile.rhs(0, 0)
-    }
+/// A product of query rows with rows of K or V, in blocks whose sums stay in registers.
+trait Multiply<T: Real> {
+    /// Numbers in a row of K or V that are multiplied, whole vectors.
+    fn cols(&self) -> usize;
 
-    /// The keys, relative to the tile's first, that a row sees.
-    fn visible_keys(&self, row: usize) -> Range<usize> {
-        let visible = self.params.mask.keys_of_row(self.tile.row(row).0);
-        let clamp = |key: usize| key.clamp(self.keys.start, self.keys.end) - self.keys.start;
-        clamp(visible.start)..clamp(visible.end).max(clamp(visible.start))
-    }
+    /// How many keys before their turn the rows of K or V are asked for.
+    fn ahead(&self) -> usize;
 
-    /// `scores[row][key] = q[row] · k[key]` for the keys of a block.
-    #[inline(always)]
-    fn multiply_scores<S: Simd, T: Real>(
-        &self,
+    /// One block: `R` lines from `line` on and `K` keys from `key` on.
+    ///
+    /// # Safety
+    ///
+    /// `cols` numbers must be readable from each pointer of `rhs` on. What lies `ahead` numbers further
+    /// is asked for, and may be anything.
+    unsafe fn block<S: Simd, E: Element<Acc = T>, const R: usize, const K: usize>(
+        &mut self,
         simd: S,
-        block: &Range<usize>,
-        q: &Tile<T>,
-        k_rows: Rhs<'_, T>,
-        scores: &mut Tile<T>,
-    ) {
-        let rows = self.tile.rows();
-        let mut row = 0;
-        while row < rows {
-            let dot = Dot {
-                cols: padded::<T>(self.params.head_dim),
-                q: q.rhs(self.first_line + row, 0),
-                k: k_rows,
-                keys: block.len(),
-            };
-            let scores = scores.out(self.first_line + row, block.start);
-            row += match rows - row {
-                1 => dot.run::<S, 1>(simd, scores),
-                2 => dot.run::<S, 2>(simd, scores),
-                3 => dot.run::<S, 3>(simd, scores),
-                _ => dot.run::<S, 4>(simd, scores),
-            };
-        }
-    }
+        line: usize,
+        key: usize,
+        rhs: [*const E; K],
+        ahead: usize,
+    );
 
-    /// Softcap, alibi and mask of one row of scores, and its step of the softmax.
+    /// All of `lines` and `keys`; the first row of `rhs` belongs to the first key.
     #[inline(always)]
-    fn softmax_row<S: Simd, T: Real>(
-        &self,
+    fn multiply<S: Simd, E: Element<Acc = T>>(
+        &mut self,
         simd: S,
-        scaling: &Scaling<T>,
-        row: usize,
-        scratch: &mut Scratch<T>,
+        lines: Range<usize>,
+        keys: Range<usize>,
+        rhs: Rhs<'_, E>,
     ) {
-        let keys = self.keys.len();
-        let line = self.first_line + row;
-        let scores = scratch.scores.row_mut(line, padded::<T>(keys));
-        if let Some(factor) = scaling.softcap {
-            softcap::<S, T>(simd, factor, scores);
-        }
-        if self.params.alibi_slopes.is_some() {
-            let (slope, aligned) = (scratch.alibi.neg_slope[row], scratch.alibi.aligned_key[row]);
-            for (key, score) in scores[..keys].iter_mut().enumerate() {
-                let distance = (aligned.to_f64() - key as f64).abs();
-                *score = T::from_f64(score.to_f64() + slope.to_f64() * distance);
+        for line in lines.clone().step_by(ROWS) {
+            match lines.end - line {
+                1 => self.rows::<S, E, 1>(simd, line, keys.clone(), rhs),
+                2 => self.rows::<S, E, 2>(simd, line, keys.clone(), rhs),
+                3 => self.rows::<S, E, 3>(simd, line, keys.clone(), rhs),
+                _ => self.rows::<S, E, ROWS>(simd, line, keys.clone(), rhs),
             }
         }
-        let visible = self.visible_keys(row);
-        scores[..visible.start].fill(T::NEG_INFINITY);
-        scores[visible.end..].fill(T::NEG_INFINITY);
-        scratch.softmax.update_row(simd, line, scores);
     }
 
-    /// `out += probs · v` for the keys of a block; where the mask cuts the tile, each row over exactly
-    /// the keys that it sees.
     #[inline(always)]
-    fn multiply_values<S: Simd, T: Real>(
-        &self,
+    fn rows<S: Simd, E: Element<Acc = T>, const R: usize>(
+        &mut self,
         simd: S,
-        block: &Range<usize>,
-        scores: &Tile<T>,
-        v_rows: Rhs<'_, T>,
-        out: &mut Tile<T>,
+        line: usize,
+        keys: Range<usize>,
+        rhs: Rhs<'_, E>,
     ) {
-        let rows = self.tile.rows();
-        let all_visible = self
-            .params
-            .mask
-            .all_visible(self.tile.positions.clone(), self.keys.clone());
-        let count = if all_visible { rows } else { 1 };
-        for first in (0..rows).step_by(count) {
-            let visible = self.visible_keys(first);
-            let clamp = |key: usize| key.clamp(block.start, block.end) - block.start;
-            simd.vectorize(Product {
-                rows: count.min(rows - first),
-                cols: padded::<T>(self.params.head_dim),
-                inner: clamp(visible.start)..clamp(visible.end),
-                lhs: scores.lhs(self.first_line + first, block.start),
-                rhs: v_rows,
-                out: out.out(self.first_line + first, 0),
-                begin: Begin::Add,
-            });
-        }
-    }
-}
-
-/// Dot products of a few rows of q with the rows of a block of keys.
-#[derive(Clone, Copy)]
-struct Dot<'a, T> {
-    /// Numbers in a row, whole vectors.
-    cols: usize,
-    q: Rhs<'a, T>,
-    k: Rhs<'a, T>,
-    keys: usize,
-}
-
-impl<T: Real> Dot<'_, T> {
-    /// `scores[i][j] = q[i] · k[j]` for `i < ROWS`; returns `ROWS`.
-    ///
-    /// Four keys at a time with 32 registers, two with 16: each vector of q serves them all.
-    #[inline(always)]
-    fn run<S: Simd, const ROWS: usize>(self, simd: S, mut scores: Out<'_, T>) -> usize {
-        let mut key = 0;
-        while key < self.keys {
-            let rest = self.keys - key;
-            key += if S::REGISTER_COUNT >= 32 && rest >= 4 {
-                self.block::<S, ROWS, 4>(simd, key, &mut scores)
-            } else if rest >= 2 {
-                self.block::<S, ROWS, 2>(simd, key, &mut scores)
+        let mut done = 0;
+        while done < keys.len() {
+            let (key, rest) = (keys.start + done, keys.len() - done);
+            let rhs = rhs.skip(done);
+            done += if S::REGISTER_COUNT >= 32 && rest >= BLOCK {
+                self.checked_block::<S, E, R, BLOCK>(simd, line, key, rhs)
+            } else if rest >= BLOCK_16_REGISTERS {
+                self.checked_block::<S, E, R, BLOCK_16_REGISTERS>(simd, line, key, rhs)
             } else {
-                self.block::<S, ROWS, 1>(simd, key, &mut scores)
+                self.checked_block::<S, E, R, 1>(simd, line, key, rhs)
             };
         }
-        ROWS
     }
 
-    /// `KEYS` columns of the scores, from `key` on; returns `KEYS`.
+    /// [`Multiply::block`] for the first `K` rows of `rhs`; returns `K`.
     #[inline(always)]
-    fn block<S: Simd, const ROWS: usize, const KEYS: usize>(
-        self,
+    fn checked_block<S: Simd, E: Element<Acc = T>, const R: usize, const K: usize>(
+        &mut self,
         simd: S,
+        line: usize,
         key: usize,
-        scores: &mut Out<'_, T>,
+        rhs: Rhs<'_, E>,
     ) -> usize {
-        let Self { q, k, cols, .. } = self;
-        let q: [&[T::Vector<S>]; ROWS] =
-            std::array::from_fn(|i| T::as_vectors::<S>(&q.data[i * q.row_stride..][..cols]).0);
-        let k: [&[T::Vector<S>]; KEYS] = std::array::from_fn(|j| {
-            T::as_vectors::<S>(&k.data[(key + j) * k.row_stride..][..cols]).0
-        });
-        let mut sums = [[T::splat(simd, T::ZERO); KEYS]; ROWS];
-        for d in 0..q[0].len() {
-            for (sums, q) in sums.iter_mut().zip(q) {
-                for (sum, k) in sums.iter_mut().zip(k) {
-                    *sum = T::mul_add(simd, q[d], k[d], *sum);
+        let mut rows = [std::ptr::null(); K];
+        for (j, row) in rows.iter_mut().enumerate() {
+            *row = rhs.data[j * rhs.row_stride..][..self.cols()].as_ptr();
+        }
+        let ahead = self.ahead() * rhs.row_stride;
+        // SAFETY: each pointer is that of a slice of `cols` numbers.
+        unsafe { self.block::<S, E, R, K>(simd, line, key, rows, ahead) };
+        K
+    }
+}
+
+/// `scores[key][line] = q[line] · k[key]`.
+struct Scores<'a, T> {
+    q: &'a Tile<T>,
+    scores: &'a mut Tile<T>,
+    cols: usize,
+    ahead: usize,
+}
+
+impl<T: Real> Multiply<T> for Scores<'_, T> {
+    #[inline(always)]
+    fn cols(&self) -> usize {
+        self.cols
+    }
+
+    #[inline(always)]
+    fn ahead(&self) -> usize {
+        self.ahead
+    }
+
+    #[inline(always)]
+    unsafe fn block<S: Simd, E: Element<Acc = T>, const R: usize, const K: usize>(
+        &mut self,
+        simd: S,
+        line: usize,
+        key: usize,
+        k: [*const E; K],
+        ahead: usize,
+    ) {
+        let lanes = lanes::<S, T>();
+        let mut q = [std::ptr::null(); R];
+        for (i, q) in q.iter_mut().enumerate() {
+            *q = self.q.row(line + i, self.cols).as_ptr();
+        }
+        let mut products = [[T::splat(simd, T::ZERO); R]; K];
+        for col in (0..self.cols).step_by(lanes) {
+            let mut q_vectors = [T::splat(simd, T::ZERO); R];
+            for (vector, q) in q_vectors.iter_mut().zip(q) {
+                // SAFETY: `q` points to a row of `cols` numbers, and `cols` is whole vectors.
+                *vector = unsafe { q.add(col).cast::<T::Vector<S>>().read_unaligned() };
+            }
+            for (products, k) in products.iter_mut().zip(k) {
+                // SAFETY: the caller vouches for `cols` numbers, and `cols` is whole vectors.
+                let numbers = unsafe { std::slice::from_raw_parts(k.add(col), lanes) };
+                prefetch_line(k.wrapping_add(ahead), col);
+                let k = E::widen_vector(simd, numbers);
+                for (product, &q) in products.iter_mut().zip(&q_vectors) {
+                    *product = T::mul_add(simd, q, k, *product);
                 }
             }
         }
-        for (i, sums) in sums.iter().enumerate() {
-            let scores = &mut scores.data[i * scores.row_stride + key..][..KEYS];
-            for (score, &sum) in scores.iter_mut().zip(sums) {
-                *score = T::reduce_sum(simd, sum);
+        for (j, sums) in sums::<S, T, R, K>(simd, &products).iter().enumerate() {
+            self.scores.row_mut(key + j, line + R)[line..].copy_from_slice(sums);
+        }
+    }
+}
+
+/// `out[line] += probs[key][line] * v[key]`, one fused multiply-add after the other in the order of the
+/// keys, so it has the same bits whatever the blocking.
+struct Values<'a, T> {
+    probs: &'a Tile<T>,
+    out: &'a mut Tile<T>,
+    cols: usize,
+    ahead: usize,
+}
+
+impl<T: Real> Multiply<T> for Values<'_, T> {
+    #[inline(always)]
+    fn cols(&self) -> usize {
+        self.cols
+    }
+
+    #[inline(always)]
+    fn ahead(&self) -> usize {
+        self.ahead
+    }
+
+    #[inline(always)]
+    unsafe fn block<S: Simd, E: Element<Acc = T>, const R: usize, const K: usize>(
+        &mut self,
+        simd: S,
+        line: usize,
+        key: usize,
+        v: [*const E; K],
+        ahead: usize,
+    ) {
+        let lanes = lanes::<S, T>();
+        let mut probs = [[T::splat(simd, T::ZERO); R]; K];
+        for (j, probs) in probs.iter_mut().enumerate() {
+            let numbers = &self.probs.row(key + j, line + R)[line..];
+            for (prob, &number) in probs.iter_mut().zip(numbers) {
+                *prob = T::splat(simd, number);
             }
         }
-        KEYS
+        let mut out = [std::ptr::null_mut(); R];
+        for (i, out) in out.iter_mut().enumerate() {
+            *out = self.out.row_mut(line + i, self.cols).as_mut_ptr();
+        }
+        let mut v_vectors = [T::splat(simd, T::ZERO); K];
+        for col in (0..self.cols).step_by(lanes) {
+            for (vector, v) in v_vectors.iter_mut().zip(v) {
+                // SAFETY: the caller vouches for `cols` numbers, and `cols` is whole vectors.
+                let numbers = unsafe { std::slice::from_raw_parts(v.add(col), lanes) };
+                prefetch_line(v.wrapping_add(ahead), col);
+                *vector = E::widen_vector(simd, numbers);
+            }
+            for (i, out) in out.iter().enumerate() {
+                // SAFETY: `out` points to a row of `cols` numbers, and `cols` is whole vectors.
+                unsafe {
+                    let out = out.add(col).cast::<T::Vector<S>>();
+                    let mut sum = out.read_unaligned();
+                    for (&v, probs) in v_vectors.iter().zip(&probs) {
+                        sum = T::mul_add(simd, probs[i], v, sum);
+                    }
+                    out.write_unaligned(sum);
+                }
+            }
+        }
     }
 }

@@ -4,9 +4,12 @@ use bytemuck::Pod;
 use candle_core::{CpuStorage, Result, WithDType};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use pulp::Simd;
 use rayon::prelude::*;
 
 use super::simd::Real;
+#[cfg(target_arch = "x86_64")]
+use super::simd::avx512;
 
 /// A type that tensors hold. Arithmetic is done in `Acc`.
 pub(crate) trait Element: WithDType + Pod {
@@ -15,8 +18,13 @@ pub(crate) trait Element: WithDType + Pod {
 
     /// Converts a row to the accumulation type; lengths are equal.
     fn widen(row: &[Self], out: &mut [Self::Acc]);
-    /// The same numbers, where `Acc` is the storage type.
-    fn as_acc(numbers: &[Self]) -> Option<&[Self::Acc]>;
+    /// Converts as many numbers as a vector has lanes.
+    #[inline(always)]
+    fn widen_vector<S: Simd>(simd: S, numbers: &[Self]) -> <Self::Acc as Real>::Vector<S> {
+        let mut vector = Self::Acc::splat(simd, Self::Acc::ZERO);
+        Self::widen(numbers, Self::Acc::lanes_mut::<S>(&mut vector));
+        vector
+    }
     /// Rounds a row to the storage type; lengths are equal.
     fn narrow(row: &[Self::Acc], out: &mut [Self]);
     /// Rounds a whole gradient; the identity where `Acc` is the storage type.
@@ -30,7 +38,8 @@ pub(crate) trait Element: WithDType + Pod {
 }
 
 macro_rules! impl_element {
-    ($element:ty, $acc:ty, $storage:ident, widen: $widen:expr, as_acc: $as_acc:expr, narrow: $narrow:expr, narrow_all: $narrow_all:expr, to_acc: $to_acc:expr) => {
+    ($element:ty, $acc:ty, $storage:ident, widen: $widen:expr, narrow: $narrow:expr, narrow_all: $narrow_all:expr, to_acc: $to_acc:expr
+     $(, $method:item)?) => {
         impl Element for $element {
             type Acc = $acc;
 
@@ -38,11 +47,6 @@ macro_rules! impl_element {
             fn widen(row: &[Self], out: &mut [Self::Acc]) {
                 let widen: fn(&[Self], &mut [Self::Acc]) = $widen;
                 widen(row, out)
-            }
-            #[inline(always)]
-            fn as_acc(numbers: &[Self]) -> Option<&[Self::Acc]> {
-                let as_acc: fn(&[Self]) -> Option<&[Self::Acc]> = $as_acc;
-                as_acc(numbers)
             }
             #[inline(always)]
             fn narrow(row: &[Self::Acc], out: &mut [Self]) {
@@ -64,39 +68,46 @@ macro_rules! impl_element {
             fn acc_slice(storage: &CpuStorage) -> Result<&[Self::Acc]> {
                 storage.as_slice()
             }
+            $($method)?
         }
     };
 }
 
 impl_element!(f32, f32, F32,
     widen: |row, out| out.copy_from_slice(row),
-    as_acc: |numbers| Some(numbers),
     narrow: |row, out| out.copy_from_slice(row),
     narrow_all: |values| values,
     to_acc: |x| x);
 impl_element!(f64, f64, F64,
     widen: |row, out| out.copy_from_slice(row),
-    as_acc: |numbers| Some(numbers),
     narrow: |row, out| out.copy_from_slice(row),
     narrow_all: |values| values,
     to_acc: |x| x);
 impl_element!(f16, f32, F32,
-    widen: |row, out| {
-        for (x, out) in row.iter().zip(out) {
-            *out = f16_to_f32(*x);
-        }
-    },
-    as_acc: |_| None,
-    narrow: |row, out| out.convert_from_f32_slice(row),
-    narrow_all: narrow_in_parallel,
-    to_acc: |x| f16_to_f32(x));
+widen: |row, out| {
+    for (x, out) in row.iter().zip(out) {
+        *out = f16_to_f32(*x);
+    }
+},
+narrow: |row, out| out.convert_from_f32_slice(row),
+narrow_all: narrow_in_parallel,
+to_acc: |x| f16_to_f32(x),
+#[inline(always)]
+fn widen_vector<S: Simd>(simd: S, numbers: &[Self]) -> S::f32s {
+    #[cfg(target_arch = "x86_64")]
+    if let (Some(simd), Ok(&numbers)) = (avx512(simd), <&[f16; 16]>::try_from(numbers)) {
+        return bytemuck::cast(simd.avx512f._mm512_cvtph_ps(bytemuck::cast(numbers)));
+    }
+    let mut vector = simd.splat_f32s(0.);
+    Self::widen(numbers, f32::lanes_mut::<S>(&mut vector));
+    vector
+});
 impl_element!(bf16, f32, F32,
     widen: |row, out| {
         for (x, out) in row.iter().zip(out) {
             *out = bf16_to_f32(*x);
         }
     },
-    as_acc: |_| None,
     narrow: |row, out| out.convert_from_f32_slice(row),
     narrow_all: narrow_in_parallel,
     to_acc: |x| bf16_to_f32(x));

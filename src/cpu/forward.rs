@@ -65,11 +65,7 @@ pub(crate) fn forward<E: Element>(
     let tiling = RowTiling::new(params, tile_m);
     // The few-row kernel sums scores in another order than the backward does.
     let few_rows = !for_backward && tiling.tile_m() <= decode::MAX_ROWS;
-    let tile_n = if few_rows {
-        decode::tile_keys::<E::Acc>(num_kv_heads, head_dim)
-    } else {
-        tile_n
-    };
+    let tile_n = if few_rows { decode::TILE_KEYS } else { tile_n };
     // The few-row kernel takes neighbouring heads together, which lie side by side in K and V, on the
     // same pages: all of a sequence, unless its keys are too few to make enough parts.
     let tiles_of_sequence = if few_rows { num_kv_heads } else { 1 };

@@ -61,7 +61,7 @@ impl<T: Real> Scratch<T> {
         let (q, scores) = match few_rows_tiles {
             Some(tiles) => (
                 Tile::new(tiles * rows, head_dim),
-                Tile::new(tiles * rows, keys),
+                Tile::new(keys, tiles * rows),
             ),
             None => (Tile::new(head_dim, rows), Tile::new(keys, rows)),
         };
@@ -74,7 +74,7 @@ impl<T: Real> Scratch<T> {
             scores,
             out: Tile::new(all_rows, head_dim),
             softmax: OnlineSoftmax::new(all_rows),
-            alibi: Alibi::new(rows),
+            alibi: Alibi::new(all_rows),
         }
     }
 }
@@ -160,11 +160,11 @@ fn attend<S: Simd, E: Element>(simd: S, attend: Attend<'_, E>) {
             }
         }
         if let Some(slopes) = params.alibi_slopes_on_host() {
-            scratch.alibi.set(params, slopes, tile, keys.start);
+            scratch.alibi.set(params, slopes, tile, 0, keys.start);
             add_alibi(simd, &scratch.alibi, keys.len(), rows, &mut scratch.scores);
         }
         if masked {
-            mask_scores(params, tile, keys.clone(), &mut scratch.scores);
+            mask_scores(params, tile, 0, keys.clone(), &mut scratch.scores);
         }
 
         scratch
@@ -265,7 +265,7 @@ pub(crate) fn softcap<S: Simd, T: Real>(simd: S, factor: T, scores: &mut [T]) {
 
 /// `scores += -slope * |aligned key - key|`, one key a line.
 #[inline(always)]
-fn add_alibi<S: Simd, T: Real>(
+pub(crate) fn add_alibi<S: Simd, T: Real>(
     simd: S,
     alibi: &Alibi<T>,
     keys: usize,
@@ -288,16 +288,16 @@ fn add_alibi<S: Simd, T: Real>(
 
 /// -inf where a row (column) doesn't see a key (line).
 #[inline(always)]
-fn mask_scores<T: Real>(
+pub(crate) fn mask_scores<T: Real>(
     params: &AttnParams,
     tile: &RowTile,
+    first_col: usize,
     keys: Range<usize>,
     scores: &mut Tile<T>,
 ) {
-    let cols = padded::<T>(tile.rows());
     for (line, key) in keys.enumerate() {
         let rows = tile.rows_of_positions(params.mask.rows_of_keys(key..key + 1));
-        let scores = scores.row_mut(line, cols);
+        let scores = &mut scores.row_mut(line, first_col + tile.rows())[first_col..];
         scores[..rows.start].fill(T::NEG_INFINITY);
         scores[rows.end..].fill(T::NEG_INFINITY);
     }

@@ -13,6 +13,7 @@
 
 use std::ops::Range;
 
+use bytemuck::Pod;
 use pulp::{Simd, WithSimd};
 
 use super::buffer::Tile;
@@ -39,13 +40,23 @@ pub(crate) struct Rhs<'a, T> {
     pub(crate) row_stride: usize,
 }
 
+impl<T> Rhs<'_, T> {
+    /// What lies below the first `rows` rows.
+    pub(crate) fn skip(self, rows: usize) -> Self {
+        Self {
+            data: &self.data[rows * self.row_stride..],
+            ..self
+        }
+    }
+}
+
 /// The sum, row-major: element `(i, j)` is `data[i * row_stride + j]`.
 pub(crate) struct Out<'a, T> {
     pub(crate) data: &'a mut [T],
     pub(crate) row_stride: usize,
 }
 
-impl<T: Real> Tile<T> {
+impl<T: Pod> Tile<T> {
     /// What lies below and to the right of (`row`, `col`), as left operand.
     pub(crate) fn lhs(&self, row: usize, col: usize) -> Lhs<'_, T> {
         Lhs {

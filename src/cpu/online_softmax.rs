@@ -96,30 +96,6 @@ impl<T: Real> OnlineSoftmax<T> {
             maxima[j] = max[j];
         }
     }
-
-    /// Takes in the scores of one row, whose length is a multiple of the vector's lanes, and turns them
-    /// into `2^(score - max)`.
-    #[inline(always)]
-    pub(crate) fn update_row<S: Simd>(&mut self, simd: S, row: usize, scores: &mut [T]) {
-        let (vectors, _) = T::as_vectors_mut::<S>(scores);
-        let mut max = T::splat(simd, self.max[row]);
-        for &vector in vectors.iter() {
-            max = T::max(simd, max, vector);
-        }
-        let max = T::splat(simd, T::reduce_max(simd, max));
-        let max_used = finite_max::<S, T>(simd, max);
-        let mut sum = T::splat(simd, T::ZERO);
-        for vector in vectors.iter_mut() {
-            *vector = exp2::<S, T>(simd, T::vsub(simd, *vector, max_used));
-            sum = T::vadd(simd, sum, *vector);
-        }
-        let old_max = T::splat(simd, self.max[row]);
-        let rescale = first::<S, T>(exp2::<S, T>(simd, T::vsub(simd, old_max, max_used)));
-        let sum = T::reduce_sum(simd, sum);
-        self.rescale[row] = rescale;
-        self.sum[row] = self.sum[row] * rescale + sum;
-        self.max[row] = first::<S, T>(max);
-    }
 }
 
 /// 0 in place of -inf: a row that has seen no key yet subtracts 0, not -inf from -inf.
@@ -133,10 +109,4 @@ fn finite_max<S: Simd, T: Real>(simd: S, max: T::Vector<S>) -> T::Vector<S> {
 fn load<S: Simd, T: Real, const NV: usize>(line: &[T]) -> [T::Vector<S>; NV] {
     let (vectors, _) = T::as_vectors::<S>(line);
     std::array::from_fn(|j| vectors[j])
-}
-
-/// The first lane.
-#[inline(always)]
-fn first<S: Simd, T: Real>(vector: T::Vector<S>) -> T {
-    T::from_vector::<S>(&vector)[0]
 }

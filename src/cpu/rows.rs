@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::Result;
 
 use super::Input;
-use super::buffer::{LINE_BYTES, Tile, padded};
+use super::buffer::{Tile, padded};
 use super::element::Element;
 use super::matmul::Rhs;
 use super::simd::Real;
@@ -45,24 +45,34 @@ impl<'a, E: Element> View<'a, E> {
         }
     }
 
-    /// The rows of one head from `position` on, to be read in place: no conversion is needed and a row is
-    /// whole cache lines of numbers.
+    /// The rows of `positions` of one head, followed by zeros up to whole vectors of the accumulation
+    /// type: in place where they lie so, else copied into `staging`, whose padding holds zeros.
     #[inline(always)]
-    pub(crate) fn in_place(
+    pub(crate) fn rows<'b>(
         &self,
         batch: usize,
-        position: usize,
+        positions: Range<usize>,
         head: usize,
-    ) -> Option<Rhs<'a, E::Acc>> {
+        staging: &'b mut Tile<E>,
+    ) -> Rhs<'b, E>
+    where
+        'a: 'b,
+    {
         let [batch_stride, seqlen_stride, head_stride, stride] = self.strides;
-        if stride != 1 || self.head_dim != padded::<E::Acc>(self.head_dim) {
-            return None;
+        let start = batch * batch_stride + positions.start * seqlen_stride + head * head_stride;
+        if stride == 1 && self.head_dim == padded::<E::Acc>(self.head_dim) {
+            return Rhs {
+                data: &self.data[start..],
+                row_stride: seqlen_stride,
+            };
         }
-        let start = batch * batch_stride + position * seqlen_stride + head * head_stride;
-        Some(Rhs {
-            data: E::as_acc(&self.data[start..])?,
-            row_stride: seqlen_stride,
-        })
+        for row in 0..positions.len() {
+            let start = start + row * seqlen_stride;
+            for (d, x) in staging.row_mut(row, self.head_dim).iter_mut().enumerate() {
+                *x = self.data[start + d * stride];
+            }
+        }
+        staging.rhs(0, 0)
     }
 
     /// Converts the rows of `positions` of one head, one below the other.
@@ -78,35 +88,6 @@ impl<'a, E: Element> View<'a, E> {
             self.load(batch, position, head, tile.row_mut(row, self.head_dim));
         }
     }
-
-    /// Whether the heads of a position lie closer together than the positions of a head.
-    pub(crate) fn heads_are_adjacent(&self) -> bool {
-        self.strides[2] <= self.strides[1]
-    }
-
-    /// Asks for a row to be brought into cache, if it lies in one piece.
-    #[inline(always)]
-    pub(crate) fn prefetch(&self, batch: usize, position: usize, head: usize) {
-        let [batch_stride, seqlen_stride, head_stride, stride] = self.strides;
-        if stride == 1 {
-            let start = batch * batch_stride + position * seqlen_stride + head * head_stride;
-            prefetch_slice(&self.data[start..][..self.head_dim]);
-        }
-    }
-}
-
-/// Asks for the cache lines of a slice; a hint that reads nothing.
-#[inline(always)]
-fn prefetch_slice<E>(slice: &[E]) {
-    #[cfg(target_arch = "x86_64")]
-    for offset in (0..size_of_val(slice)).step_by(LINE_BYTES) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        let address = slice.as_ptr().cast::<i8>().wrapping_add(offset);
-        // SAFETY: a prefetch never faults, whatever the address.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(address) };
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = slice;
 }
 
 /// The query rows of one tile: `positions` x `heads`, the heads of a position side by side.
@@ -282,20 +263,22 @@ impl<T: Real> Alibi<T> {
         }
     }
 
-    /// Fills in the slopes of a tile's rows and their keys as seen from key `first_key`.
+    /// Fills in, from `first_row` on, the slopes of a tile's rows and their keys as seen from key
+    /// `first_key`.
     pub(crate) fn set(
         &mut self,
         params: &AttnParams,
         slopes: &[f32],
         tile: &RowTile,
+        first_row: usize,
         first_key: usize,
     ) {
         for row in 0..tile.rows() {
             let (position, head) = tile.row(row);
             let slope = f64::from(slopes[tile.batch * params.num_heads + head]);
-            self.neg_slope[row] = T::from_f64(-slope * std::f64::consts::LOG2_E);
+            self.neg_slope[first_row + row] = T::from_f64(-slope * std::f64::consts::LOG2_E);
             let aligned = (position + params.seqlen_k) as i64 - params.seqlen_q as i64;
-            self.aligned_key[row] = T::from_f64((aligned - first_key as i64) as f64);
+            self.aligned_key[first_row + row] = T::from_f64((aligned - first_key as i64) as f64);
         }
     }
 }

@@ -4,6 +4,9 @@
 //! compiles it for AVX-512, AVX2, NEON and plain scalars, and [`arch`] picks one at run time. Nothing
 //! here knows about attention.
 
+use std::any::{Any, TypeId};
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::__m512;
 use std::ops::{Add, Div, Mul, Sub};
 use std::sync::OnceLock;
 
@@ -35,7 +38,7 @@ pub(crate) trait Real:
     + Div<Output = Self>
 {
     /// `S::f32s` or `S::f64s`.
-    type Vector<S: Simd>: Copy;
+    type Vector<S: Simd>: Pod;
 
     const ZERO: Self;
     const ONE: Self;
@@ -74,12 +77,11 @@ pub(crate) trait Real:
         d: Self::Vector<S>,
     ) -> Self::Vector<S>;
     fn reduce_sum<S: Simd>(simd: S, a: Self::Vector<S>) -> Self;
-    fn reduce_max<S: Simd>(simd: S, a: Self::Vector<S>) -> Self;
     /// Splits `x` into the nearest integer `n` and `x - n`, and returns `(x - n, 2^n)`; 2^n is 0 at
     /// the lowest `n`.
     fn split_exponent<S: Simd>(simd: S, x: Self::Vector<S>) -> (Self::Vector<S>, Self::Vector<S>);
     /// The lanes of a vector.
-    fn from_vector<S: Simd>(vector: &Self::Vector<S>) -> &[Self];
+    fn lanes_mut<S: Simd>(vector: &mut Self::Vector<S>) -> &mut [Self];
     /// A slice as whole vectors and the rest.
     fn as_vectors<S: Simd>(slice: &[Self]) -> (&[Self::Vector<S>], &[Self]);
     /// A mutable slice as whole vectors and the rest.
@@ -94,7 +96,7 @@ pub(crate) const fn lanes<S: Simd, T: Real>() -> usize {
 macro_rules! impl_real {
     ($float:ident, $vector:ident, $bits:ident, $splat:ident, $add:ident, $sub:ident,
      $mul:ident, $div:ident, $mul_add:ident, $abs:ident, $max:ident, $less:ident, $select:ident,
-     $sum:ident, $reduce_max:ident, $as_simd:ident, $as_mut_simd:ident,
+     $sum:ident, $as_simd:ident, $as_mut_simd:ident,
      mantissa_bits: $mantissa_bits:literal, exponent_bias: $bias:literal, exp2m1: $exp2m1:expr) => {
         impl Real for $float {
             type Vector<S: Simd> = S::$vector;
@@ -166,10 +168,6 @@ macro_rules! impl_real {
                 simd.$sum(a)
             }
             #[inline(always)]
-            fn reduce_max<S: Simd>(simd: S, a: Self::Vector<S>) -> Self {
-                simd.$reduce_max(a)
-            }
-            #[inline(always)]
             fn split_exponent<S: Simd>(
                 simd: S,
                 x: Self::Vector<S>,
@@ -187,8 +185,8 @@ macro_rules! impl_real {
                 (fraction, scale)
             }
             #[inline(always)]
-            fn from_vector<S: Simd>(vector: &Self::Vector<S>) -> &[Self] {
-                bytemuck::cast_slice(std::slice::from_ref(vector))
+            fn lanes_mut<S: Simd>(vector: &mut Self::Vector<S>) -> &mut [Self] {
+                bytemuck::cast_slice_mut(std::slice::from_mut(vector))
             }
             #[inline(always)]
             fn as_vectors<S: Simd>(slice: &[Self]) -> (&[Self::Vector<S>], &[Self]) {
@@ -206,7 +204,7 @@ macro_rules! impl_real {
 
 impl_real!(
     f32, f32s, u32, splat_f32s, add_f32s, sub_f32s, mul_f32s, div_f32s, mul_add_e_f32s, abs_f32s,
-    max_f32s, less_than_f32s, select_f32s, reduce_sum_f32s, reduce_max_f32s, as_simd_f32s,
+    max_f32s, less_than_f32s, select_f32s, reduce_sum_f32s, as_simd_f32s,
     as_mut_simd_f32s,
     mantissa_bits: 23, exponent_bias: 127,
     // Minimax (Remez) for the relative error of 2^x: 2.6e-9.
@@ -215,7 +213,7 @@ impl_real!(
 
 impl_real!(
     f64, f64s, u64, splat_f64s, add_f64s, sub_f64s, mul_f64s, div_f64s, mul_add_e_f64s, abs_f64s,
-    max_f64s, less_than_f64s, select_f64s, reduce_sum_f64s, reduce_max_f64s, as_simd_f64s,
+    max_f64s, less_than_f64s, select_f64s, reduce_sum_f64s, as_simd_f64s,
     as_mut_simd_f64s,
     mantissa_bits: 52, exponent_bias: 1023,
     // Taylor, ln(2)^k / k!: the first term left out is below 1e-18.
@@ -227,6 +225,90 @@ impl_real!(
         1.369_148_885_390_412_9e-12
     ]
 );
+
+/// Asks for the cache line of an address, which will be read once; a hint that reads nothing, so the
+/// address may be any.
+#[inline(always)]
+pub(crate) fn prefetch<E>(address: *const E) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_NTA, _mm_prefetch};
+        // SAFETY: a prefetch never faults, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_NTA>(address.cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
+/// AVX-512, if that is what `simd` is.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(crate) fn avx512<S: Simd>(simd: S) -> Option<pulp::x86::V4> {
+    (&simd as &dyn Any).downcast_ref().copied()
+}
+
+/// The sum of each vector's lanes, which has the same bits whatever the other vectors are.
+#[inline(always)]
+pub(crate) fn sums<S: Simd, T: Real, const M: usize, const N: usize>(
+    simd: S,
+    vectors: &[[T::Vector<S>; M]; N],
+) -> [[T; M]; N] {
+    let mut sums = [[T::ZERO; M]; N];
+    #[cfg(target_arch = "x86_64")]
+    if let Some(avx512) = avx512(simd)
+        && TypeId::of::<T>() == TypeId::of::<f32>()
+        && M * N <= 16
+    {
+        let mut all = [avx512.avx512f._mm512_setzero_ps(); 16];
+        for (all, &vector) in all.iter_mut().zip(vectors.as_flattened()) {
+            *all = bytemuck::cast(vector);
+        }
+        let all = sums_of_16(avx512, all);
+        sums.as_flattened_mut()
+            .copy_from_slice(&bytemuck::cast_slice(&all)[..M * N]);
+        return sums;
+    }
+    for (sums, vectors) in sums.iter_mut().zip(vectors) {
+        for (sum, &vector) in sums.iter_mut().zip(vectors) {
+            *sum = T::reduce_sum(simd, vector);
+        }
+    }
+    sums
+}
+
+/// The sums of the lanes of 16 vectors, by a tree that transposes as it adds: 15 additions and 30
+/// shuffles, where one vector after the other takes 64 of each.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn sums_of_16(simd: pulp::x86::V4, vectors: [__m512; 16]) -> [f32; 16] {
+    let simd = simd.avx512f;
+    // Two vectors become one that alternates between their sums, in quarters of four lanes.
+    let mut pairs = [simd._mm512_setzero_pd(); 8];
+    for (pair, vectors) in pairs.iter_mut().zip(vectors.chunks_exact(2)) {
+        let low = simd._mm512_unpacklo_ps(vectors[0], vectors[1]);
+        let high = simd._mm512_unpackhi_ps(vectors[0], vectors[1]);
+        *pair = simd._mm512_castps_pd(simd._mm512_add_ps(low, high));
+    }
+    // Each quarter then holds one number of each of four vectors.
+    let mut fours = [simd._mm512_setzero_ps(); 4];
+    for (four, pairs) in fours.iter_mut().zip(pairs.chunks_exact(2)) {
+        let low = simd._mm512_unpacklo_pd(pairs[0], pairs[1]);
+        let high = simd._mm512_unpackhi_pd(pairs[0], pairs[1]);
+        *four = simd._mm512_add_ps(simd._mm512_castpd_ps(low), simd._mm512_castpd_ps(high));
+    }
+    // The quarters of four vectors are added, twice in pairs.
+    let mut eights = [simd._mm512_setzero_ps(); 2];
+    for (eight, fours) in eights.iter_mut().zip(fours.chunks_exact(2)) {
+        *eight = simd._mm512_add_ps(
+            simd._mm512_shuffle_f32x4::<0b10_00_10_00>(fours[0], fours[1]),
+            simd._mm512_shuffle_f32x4::<0b11_01_11_01>(fours[0], fours[1]),
+        );
+    }
+    bytemuck::cast(simd._mm512_add_ps(
+        simd._mm512_shuffle_f32x4::<0b10_00_10_00>(eights[0], eights[1]),
+        simd._mm512_shuffle_f32x4::<0b11_01_11_01>(eights[0], eights[1]),
+    ))
+}
 
 /// `EXP2M1`'s polynomial: `(2^x - 1)` on [-1/2, 1/2].
 #[inline(always)]
