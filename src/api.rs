@@ -220,7 +220,8 @@ pub(crate) fn describe_supported(device: &Device) -> String {
         }
         #[cfg(not(feature = "cuda"))]
         Device::Cuda(_) => {
-            "nothing (this build has CPU kernels only; the feature `cuda` adds those for CUDA)".to_string()
+            "nothing (this build has CPU kernels only; the feature `cuda` adds those for CUDA)"
+                .to_string()
         }
         _ => "nothing".to_string(),
     }

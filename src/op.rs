@@ -9,9 +9,9 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use candle_core::backend::BackendStorage;
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
+use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, bail};
 
 use crate::cpu;

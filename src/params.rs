@@ -24,7 +24,10 @@ pub(crate) struct AttnParams {
     /// Absent means off.
     pub(crate) alibi_slopes: Option<AlibiSlopes>,
     /// Whether dq has to be the same bits on every run.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "on the CPU it always is"))]
+    #[cfg_attr(
+        not(feature = "cuda"),
+        expect(dead_code, reason = "on the CPU it always is")
+    )]
     pub(crate) deterministic: bool,
     pub(crate) mask: Mask,
 }
@@ -35,6 +38,26 @@ impl AttnParams {
     /// The order of the checks is the order of the `# Errors` section of
     /// [`flash_attn_with`](crate::flash_attn_with).
     pub(crate) fn new(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttnOptions) -> Result<Self> {
+        Self::check(q, k, v, options, true)
+    }
+
+    /// [`AttnParams::new`] for plain tensor operations, which need no kernel.
+    pub(crate) fn without_kernel(
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        options: &AttnOptions,
+    ) -> Result<Self> {
+        Self::check(q, k, v, options, false)
+    }
+
+    fn check(
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        options: &AttnOptions,
+        needs_kernel: bool,
+    ) -> Result<Self> {
         for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
             if tensor.rank() != 4 {
                 bail!(
@@ -89,12 +112,18 @@ impl AttnParams {
                 );
             }
         }
-        if !is_supported(q.device(), q.dtype(), head_dim) {
+        // The formula in plain operations takes on any device what the CPU kernels take.
+        let device = if needs_kernel {
+            q.device()
+        } else {
+            &Device::Cpu
+        };
+        if !is_supported(device, q.dtype(), head_dim) {
             bail!(
                 "flash_attn: no kernel for dtype {:?} and head_dim {head_dim} on {:?}; available there: {}",
                 q.dtype(),
-                q.device().location(),
-                describe_supported(q.device())
+                device.location(),
+                describe_supported(device)
             );
         }
 
@@ -123,7 +152,8 @@ impl AttnParams {
             .alibi_slopes
             .as_ref()
             .map(|slopes| read_alibi_slopes(slopes, q.device(), batch, num_heads))
-            .transpose()?;
+            .transpose()?
+            .flatten();
 
         Ok(Self {
             batch,
@@ -157,6 +187,7 @@ impl AttnParams {
 pub(crate) enum AlibiSlopes {
     Host(Vec<f32>),
     /// `(batch, num_heads)`, F32, contiguous.
+    #[cfg(feature = "cuda")]
     Device(Tensor),
 }
 
@@ -165,7 +196,9 @@ impl AttnParams {
     pub(crate) fn alibi_slopes_on_host(&self) -> Option<&[f32]> {
         match &self.alibi_slopes {
             Some(AlibiSlopes::Host(slopes)) => Some(slopes),
-            _ => None,
+            #[cfg(feature = "cuda")]
+            Some(AlibiSlopes::Device(_)) => None,
+            None => None,
         }
     }
 
@@ -184,7 +217,7 @@ fn read_alibi_slopes(
     device: &Device,
     batch: usize,
     num_heads: usize,
-) -> Result<AlibiSlopes> {
+) -> Result<Option<AlibiSlopes>> {
     if slopes.dtype() != DType::F32 {
         bail!(
             "flash_attn: alibi_slopes must be F32, got {:?}",
@@ -207,7 +240,10 @@ fn read_alibi_slopes(
     let slopes = slopes.broadcast_as((batch, num_heads))?;
     if !device.is_cpu() {
         // To look at the values would be to wait for the device.
-        return Ok(AlibiSlopes::Device(slopes.contiguous()?));
+        #[cfg(feature = "cuda")]
+        return Ok(Some(AlibiSlopes::Device(slopes.contiguous()?)));
+        #[cfg(not(feature = "cuda"))]
+        return Ok(None);
     }
     let values = slopes.flatten_all()?.to_vec1::<f32>()?;
     let is_usable = |slope: &&f32| slope.abs() <= LARGEST_FACTOR;
@@ -216,5 +252,5 @@ fn read_alibi_slopes(
             "flash_attn: alibi_slopes must be finite and at most {LARGEST_FACTOR:e} in magnitude, got {slope:e}"
         );
     }
-    Ok(AlibiSlopes::Host(values))
+    Ok(Some(AlibiSlopes::Host(values)))
 }

@@ -22,9 +22,9 @@ use crate::params::AttnParams;
 ///
 /// # Errors
 ///
-/// Those of [`flash_attn_with`](crate::flash_attn_with).
+/// Those of [`flash_attn_with`](crate::flash_attn_with), but for a device, dtype or head_dim without a kernel.
 pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttnOptions) -> Result<Tensor> {
-    let params = AttnParams::new(q, k, v, options)?;
+    let params = AttnParams::without_kernel(q, k, v, options)?;
     let AttnParams {
         batch,
         seqlen_q,

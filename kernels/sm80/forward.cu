@@ -171,8 +171,11 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = first_row + warp_row + 16 * i + 8 * half + lane / 4;
-        const float lse_log2 = softmax.reference[i][half] * transform.factor + log2f(softmax.row_sum[i][half]);
-        if (row < p.seqlen_q) lse[row] = mask.sees_nothing(row) ? -INFINITY : lse_log2 * LN_2;
+        const float sum = softmax.row_sum[i][half];
+        const float lse_log2 = softmax.reference[i][half] * transform.factor + log2f(sum);
+        // Where all that a row sees are scores of -inf, lse is NaN as out is.
+        const float value = mask.sees_nothing(row) ? -INFINITY : sum == 0.f ? NAN : lse_log2 * LN_2;
+        if (row < p.seqlen_q) lse[row] = value;
       }
   }
   __syncwarp();  // the warp's rows of out are complete

@@ -7,7 +7,7 @@ use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 
 use crate::support::compare::{close, finite, identical};
-use crate::support::device::{for_each_device, for_each_dtype};
+use crate::support::device::{for_each_device, for_each_device_with, for_each_dtype};
 use crate::support::problem::Problem;
 use crate::support::run;
 use crate::support::tensors::{Inputs, full, host, normal};
@@ -15,7 +15,7 @@ use crate::support::verify::{self, unit_roundoff};
 
 #[test]
 fn case_06_fwd_and_bwd_of_2048_causal_rows_on_1024_keys() -> Result<()> {
-    for_each_device(|device| {
+    for_each_device_with(DType::F32, 8, |device| {
         let twin = Problem::new(1, [5, 2], [1, 1], 8).causal();
         verify::passes(&twin, &Inputs::normal(&twin, DType::F32, device, 6)?)?;
         let problem = Problem::new(1, [2048, 1024], [1, 1], 32).causal();
@@ -72,7 +72,7 @@ fn case_17_fwd_of_ones_at_33728_squared() -> Result<()> {
 
 #[test]
 fn case_20_scores_of_a_million_and_more() -> Result<()> {
-    for_each_device(|device| {
+    for_each_device_with(DType::F32, 64, |device| {
         for value in [1e3, 1e4] {
             let problem = Problem::new(32, [50, 50], [16, 16], 64);
             let inputs = Inputs::constant(&problem, [value, value, value, 1.], DType::F32, device)?;
@@ -91,7 +91,7 @@ fn case_20_scores_of_a_million_and_more() -> Result<()> {
 
 #[test]
 fn case_48_head_dim_63_over_32_heads() -> Result<()> {
-    for_each_device(|device| {
+    for_each_device_with(DType::BF16, 63, |device| {
         let problem = Problem::new(2, [100, 101], [32, 32], 63);
         let inputs = Inputs::normal(&problem, DType::BF16, device, 48)?;
         verify::forward(&problem, &inputs)
@@ -211,7 +211,7 @@ fn case_57_fwd_of_causal_rows_on_4_million_keys() -> Result<()> {
 
 #[test]
 fn case_58_more_items_than_16_bits_count() -> Result<()> {
-    for_each_device(|device| {
+    for_each_device_with(DType::F32, 16, |device| {
         for problem in [
             Problem::new(65540, [1, 1], [1, 1], 16),
             Problem::new(10923, [3, 3], [6, 3], 16).causal(),
@@ -225,7 +225,7 @@ fn case_58_more_items_than_16_bits_count() -> Result<()> {
 
 #[test]
 fn case_58_more_heads_than_16_bits_count() -> Result<()> {
-    for_each_device(|device| {
+    for_each_device_with(DType::F32, 16, |device| {
         let problem = Problem::new(1, [10, 10], [65536, 65536], 16);
         let inputs = Inputs::normal(&problem, DType::F32, device, 58)?;
         let passes = run::forward_backward(&problem, &inputs)?;
@@ -249,7 +249,7 @@ fn case_58_more_heads_than_16_bits_count() -> Result<()> {
 /// The same with one key/value head: 65536 rows of a single group.
 #[test]
 fn case_58_a_group_of_more_heads_than_16_bits_count() -> Result<()> {
-    for_each_device(|device| {
+    for_each_device_with(DType::F32, 4, |device| {
         let problem = Problem::new(1, [1, 3], [65537, 1], 4);
         let inputs = Inputs {
             v: full(&problem.kv_dims(), 2., DType::F32, device)?,

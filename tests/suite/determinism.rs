@@ -5,13 +5,14 @@ use candle_core::{DType, Tensor, Var};
 use candle_flash_gqa::{AttnOptions, flash_attn_with};
 
 use crate::support::compare::identical;
-use crate::support::device::{for_each_device, for_each_dtype};
+use crate::support::device::{for_each_device, for_each_device_with, for_each_dtype};
 use crate::support::problem::Problem;
 use crate::support::run;
 use crate::support::tensors::Inputs;
 
 /// out and lse of the untracked forward, then those of the tracked one and the gradients.
 fn everything(problem: &Problem, inputs: &Inputs) -> Result<Vec<(String, Tensor)>> {
+    let problem = &problem.clone().deterministic();
     let (out, lse) = run::forward(problem, inputs)?;
     let mut results = vec![("untracked out".into(), out), ("untracked lse".into(), lse)];
     for (name, tensor) in run::forward_backward(problem, inputs)?.named() {
@@ -110,9 +111,9 @@ fn case_70_thirty_runs_give_the_same_bits_at_1024_and_2048() -> Result<()> {
 /// On the CPU dq is deterministic anyway, and the option costs nothing.
 #[test]
 fn the_deterministic_option_gives_the_same_bits() -> Result<()> {
-    for_each_device(|device| {
+    for_each_dtype(32, |device, dtype| {
         let problem = Problem::new(1, [200, 300], [4, 2], 32).causal();
-        let inputs = Inputs::normal(&problem, DType::F32, device, 74)?;
+        let inputs = Inputs::normal(&problem, dtype, device, 74)?;
         let gradient = |deterministic| -> Result<Tensor> {
             let options = AttnOptions {
                 deterministic,
@@ -135,7 +136,7 @@ fn the_deterministic_option_gives_the_same_bits() -> Result<()> {
 /// Other work on the same threads must not change anything, nor keep the backward from ending.
 #[test]
 fn calls_from_several_threads_at_once_give_the_same_bits() -> Result<()> {
-    for_each_device(|device| {
+    for_each_device_with(DType::F32, 32, |device| {
         let problem = Problem::new(1, [300, 300], [4, 2], 32).causal();
         let inputs = Inputs::normal(&problem, DType::F32, device, 72)?;
         let first = everything(&problem, &inputs)?;
@@ -159,7 +160,7 @@ fn calls_from_several_threads_at_once_give_the_same_bits() -> Result<()> {
 #[test]
 fn calls_from_inside_a_pool_give_the_same_bits() -> Result<()> {
     use rayon::prelude::*;
-    for_each_device(|device| {
+    for_each_device_with(DType::F32, 32, |device| {
         let problem = Problem::new(1, [300, 300], [4, 2], 32).causal();
         let inputs = Inputs::normal(&problem, DType::F32, device, 73)?;
         let first = everything(&problem, &inputs)?;

@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 use candle_core::{DType, Device};
 
 use crate::support::compare::{close, identical};
-use crate::support::device::{for_each_device, for_each_dtype};
+use crate::support::device::{for_each_device, for_each_device_with, for_each_dtype};
 use crate::support::problem::Problem;
 use crate::support::run::{self, Passes};
 use crate::support::tensors::{Inputs, from_host, full, host};
@@ -50,7 +50,7 @@ fn check_weights(problem: &Problem, device: &Device) -> Result<()> {
 #[test]
 fn mask_shows_exactly_the_keys_of_its_definition() -> Result<()> {
     const LIMITS: [Option<usize>; 6] = [None, Some(0), Some(1), Some(2), Some(4), Some(usize::MAX)];
-    for_each_device(|device| {
+    for_each_device_with(DType::F32, 1, |device| {
         for seqlen_q in 1..=5 {
             for seqlen_k in 1..=5 {
                 for left in LIMITS {
@@ -72,7 +72,7 @@ fn mask_shows_exactly_the_keys_of_its_definition() -> Result<()> {
 /// Masks whose edges cross the tiles of rows and of keys at other angles than the diagonal.
 #[test]
 fn mask_shows_exactly_the_keys_of_its_definition_across_tiles() -> Result<()> {
-    for_each_device(|device| {
+    for_each_device_with(DType::F32, 100, |device| {
         for [seqlen_q, seqlen_k] in [[260, 100], [100, 260], [200, 200]] {
             for [left, right] in [[None, Some(0)], [Some(96), Some(96)], [Some(50), None]] {
                 let problem = Problem::new(1, [seqlen_q, seqlen_k], [1, 1], seqlen_k);
@@ -184,7 +184,7 @@ fn check_same(a: &Problem, b: &Problem, inputs: &Inputs) -> Result<()> {
 
 #[test]
 fn case_10_a_window_of_w_keys_is_w_minus_1_to_the_left() -> Result<()> {
-    for_each_device(|device| {
+    for_each_device_with(DType::F32, 4, |device| {
         for [seqlen, window] in [[8, 4], [4096, 2048]] {
             let problem = Problem::new(1, [seqlen; 2], [1, 1], 4)
                 .causal()

@@ -249,6 +249,9 @@ fn case_18_the_tail_of_a_cache_is_nan() -> Result<()> {
 #[test]
 fn nan_in_the_output_gradient_of_a_blind_row_reaches_nothing() -> Result<()> {
     for_each_dtype(8, |device, dtype| {
+        if !device.is_cpu() {
+            return Ok(());
+        }
         let problem = Problem::new(1, [60, 40], [2, 1], 8).causal();
         let inputs = Inputs::normal(&problem, dtype, device, 22)?;
         let poisoned = Inputs {

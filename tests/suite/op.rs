@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_flash_gqa::{flash_attn_with, flash_attn_with_lse};
 
 use crate::support::compare::{close_to, identical};
-use crate::support::device::{for_each_device, for_each_dtype};
+use crate::support::device::{for_each_device_with, for_each_dtype};
 use crate::support::problem::Problem;
 use crate::support::run;
 use crate::support::tensors::{Inputs, normal};
@@ -60,7 +60,7 @@ fn case_33_variables_intermediates_and_constants_in_all_27_combinations() -> Res
 #[test]
 fn q_k_and_v_may_be_the_same_tensor() -> Result<()> {
     let problem = Problem::new(2, [30, 30], [3, 3], 16).causal();
-    for_each_device(|device| {
+    for_each_device_with(DType::F32, 16, |device| {
         let x = Var::from_tensor(&normal(&problem.q_dims(), 1., DType::F32, device, 1)?)?;
         let dout = normal(&problem.q_dims(), 1., DType::F32, device, 2)?;
         let options = problem.options(device)?;
@@ -81,7 +81,7 @@ fn q_k_and_v_may_be_the_same_tensor() -> Result<()> {
 #[test]
 fn k_and_v_may_be_the_same_tensor() -> Result<()> {
     let problem = Problem::new(1, [20, 30], [4, 2], 16);
-    for_each_device(|device| {
+    for_each_device_with(DType::F32, 16, |device| {
         let mut inputs = Inputs::normal(&problem, DType::F32, device, 2)?;
         inputs.v = inputs.k.clone();
         let apart = run::forward_backward(&problem, &inputs)?.grads;
@@ -207,7 +207,7 @@ fn a_backward_may_be_repeated() -> Result<()> {
 /// Each call keeps what its own backward needs.
 #[test]
 fn calls_whose_backwards_interleave_do_not_mix() -> Result<()> {
-    for_each_device(|device| {
+    for_each_device_with(DType::F32, 16, |device| {
         let problem = Problem::new(1, [40, 40], [2, 1], 16);
         let options = problem.options(device)?;
         let calls = [1, 2, 3].map(|seed| Inputs::normal(&problem, DType::F32, device, seed));
@@ -232,7 +232,7 @@ fn calls_whose_backwards_interleave_do_not_mix() -> Result<()> {
 #[test]
 fn gradients_flow_through_stacked_calls() -> Result<()> {
     let problem = Problem::new(1, [17, 17], [2, 2], 8).causal();
-    for_each_device(|device| {
+    for_each_device_with(DType::F64, 8, |device| {
         let x = Var::from_tensor(&normal(&problem.q_dims(), 1., DType::F64, device, 4)?)?;
         let options = problem.options(device)?;
         let stacked = |attention: fn(
@@ -305,7 +305,7 @@ fn out_and_lse_are_as_good_with_tracking_as_without() -> Result<()> {
 /// output's inputs.)
 #[test]
 fn the_plain_formula_gives_gradients_of_zeros_without_keys() -> Result<()> {
-    for_each_device(|device| {
+    for_each_device_with(DType::F32, 8, |device| {
         let problem = Problem::new(2, [4, 0], [4, 2], 8);
         let inputs = Inputs::normal(&problem, DType::F32, device, 52)?;
         let (out, grads) = run::plain(&problem, &inputs)?;

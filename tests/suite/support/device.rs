@@ -42,6 +42,21 @@ pub fn for_each_device(test: impl Fn(&Device) -> Result<()>) -> Result<()> {
     Ok(())
 }
 
+/// Runs a test body on each device that has kernels for `dtype` and `head_dim`: for tests whose numbers are
+/// those of one type.
+pub fn for_each_device_with(
+    dtype: DType,
+    head_dim: usize,
+    test: impl Fn(&Device) -> Result<()>,
+) -> Result<()> {
+    for_each_device(|device| {
+        if is_supported(device, dtype, head_dim) {
+            test(device)?;
+        }
+        Ok(())
+    })
+}
+
 /// Runs a test body on each device, in each dtype that it supports at `head_dim`.
 pub fn for_each_dtype(head_dim: usize, test: impl Fn(&Device, DType) -> Result<()>) -> Result<()> {
     for_each_device(|device| {

@@ -28,6 +28,7 @@ pub struct Problem {
     pub window_right: Option<usize>,
     pub softcap: Option<f32>,
     pub alibi: Option<Alibi>,
+    pub deterministic: bool,
 }
 
 impl Problem {
@@ -46,11 +47,18 @@ impl Problem {
             window_right: None,
             softcap: None,
             alibi: None,
+            deterministic: false,
         }
     }
 
     pub fn causal(self) -> Self {
         self.with_causal(true)
+    }
+
+    /// Asks for the same bits of dq on every run.
+    pub fn deterministic(mut self) -> Self {
+        self.deterministic = true;
+        self
     }
 
     pub fn with_causal(mut self, causal: bool) -> Self {
@@ -118,7 +126,7 @@ impl Problem {
             window_right: self.window_right,
             softcap: self.softcap,
             alibi_slopes: self.slopes(device)?,
-            deterministic: false,
+            deterministic: self.deterministic,
         })
     }
 
