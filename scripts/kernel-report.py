@@ -30,7 +30,7 @@ for path in objects:
         if found := re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", line):
             registers, stack, _, local = map(int, found.groups())
             element = "bf16" if "4Bf16" in function else "f16"
-            modes = re.search(r"ScoreModeE(\d)", function)
+            modes = re.search(r"ScoreMode(\d)E", function)
             mode = ["plain", "linear", "softcap"][int(modes.group(1))] if modes else ""
             print(f"{path.parent.name:36} {arch:6} {element:4} {mode:8} {registers:4} registers, stack {stack}")
             kernels += 1

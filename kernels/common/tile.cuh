@@ -282,18 +282,12 @@ __device__ __forceinline__ void store_accs(SmemTile<Layout>& tile, const float (
     for (int j = 0; j < N_TILES; ++j) places.template store_acc<Element>(i, j, acc[i][j]);
 }
 
-// acc[i][j] times factor(i, half), a number for each row.
-template <int M_TILES, int N_TILES, class Factor>
-__device__ __forceinline__ void scale_rows(float (&acc)[M_TILES][N_TILES][4], const Factor& factor) {
+template <int M_TILES, int N_TILES>
+__device__ __forceinline__ void scale(float (&acc)[M_TILES][N_TILES][4], float factor) {
 #pragma unroll
   for (int i = 0; i < M_TILES; ++i)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float f = factor(i, half);
+    for (int j = 0; j < N_TILES; ++j)
 #pragma unroll
-      for (int j = 0; j < N_TILES; ++j) {
-        acc[i][j][2 * half] *= f;
-        acc[i][j][2 * half + 1] *= f;
-      }
-    }
+      for (int r = 0; r < 4; ++r) acc[i][j][r] *= factor;
 }

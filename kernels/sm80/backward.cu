@@ -4,7 +4,7 @@
 // grid       one block for each (batch, kv head), part of the head's group, and tile of TILE_N keys
 // block      WARPS warps, laid over each product as WARPS_M x WARPS_N
 // shared     k and v tile; q and dout tile of STAGES steps; probs and dscores between products: 48 to 209 KiB
-// registers  204 to 255; some modes keep up to 72 bytes of addresses on the stack, read once a step
+// registers  204 to 255; some modes keep up to 80 bytes of addresses on the stack, read once a step
 //
 // A block visits, for each query head of its part of the group in turn, the query tiles that see its
 // keys. dk and dv stay in registers over all of them; dq is added to sums in device memory.
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
     return;
   }
   __syncthreads();  // all have finished with k and v
-  scale_rows(acc_dk, [&](int, int) { return p.softmax_scale; });
+  scale(acc_dk, p.softmax_scale);
   store_accs<Element>(shared.k, acc_dk, end_tile.first_row, end_tile.first_col, lane);
   store_accs<Element>(shared.v, acc_dv, end_tile.first_row, end_tile.first_col, lane);
   __syncthreads();  // dk and dv are complete

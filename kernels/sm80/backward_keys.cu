@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
     return;
   }
   __syncthreads();  // all have finished with k and v
-  scale_rows(acc_dk, [&](int, int) { return p.softmax_scale; });
+  scale(acc_dk, p.softmax_scale);
   store_accs<Element>(shared.k, acc_dk, warp_key, 0, lane);
   store_accs<Element>(shared.v, acc_dv, warp_key, 0, lane);
   __syncthreads();  // dk and dv are complete

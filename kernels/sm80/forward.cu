@@ -3,7 +3,7 @@
 // grid       one block for each (batch, head) and tile of TILE_M query rows
 // block      WARPS warps; each owns TILE_M / WARPS rows of the tile, from q to out
 // shared     q tile; STAGES k tiles and v tiles: 32 to 97 KiB
-// registers  205 to 255; some modes keep up to 64 bytes of addresses on the stack, read once a tile
+// registers  205 to 255; some modes keep up to 80 bytes of addresses on the stack, read once a tile
 //
 // A warp with 32 rows reads each fragment of k and v once for two blocks of rows. What limits it on an H200 at
 // head_dim 128: the tensor cores are busy 58 % of the time (mma.sync reaches 615 TFLOP/s there), shared memory
@@ -158,11 +158,19 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
   // Epilogue. Each warp turns its rows of q's tile, which only it has read, into its rows of out.
   softmax.finish();
   __syncwarp();  // all lanes have read q
-  scale_rows(acc_out, [&](int i, int half) {
-    const int row = first_row + warp_row + 16 * i + 8 * half + lane / 4;
-    // Not by the sum alone: it is also 0, and out NaN, where all that a row sees are scores of -inf.
-    return mask.sees_nothing(row) ? 0.f : 1.f / softmax.row_sum[i][half];
-  });
+#pragma unroll
+  for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // Not by the sum: it is also 0, and out NaN, where all that a row sees are scores of -inf. And a select, since
+      // NaN in hidden rows of v may have come in.
+      const bool is_blind = mask.sees_nothing(first_row + warp_row + 16 * i + 8 * half + lane / 4);
+      const float factor = 1.f / softmax.row_sum[i][half];
+#pragma unroll
+      for (int j = 0; j < OUT_TILES; ++j)
+#pragma unroll
+        for (int c = 2 * half; c < 2 * half + 2; ++c) acc_out[i][j][c] = is_blind ? 0.f : acc_out[i][j][c] * factor;
+    }
   store_accs<Element>(shared.q, acc_out, warp_row, 0, lane);
   if (lane % 4 == 0) {
     float* lse = params.lse + (static_cast<int64_t>(work.batch) * p.num_heads + work.head) * p.seqlen_q;

