@@ -8,14 +8,13 @@ set -euo pipefail
 
 dest="$(mkdir -p "${1:?usage: cuda-toolkit.sh FOLDER}" && cd "$1" && pwd)"
 if [ ! -e "$dest/ready" ]; then
-    command -v python3 >/dev/null || { echo "cuda-toolkit.sh: needs python3 with venv and pip" >&2; exit 1; }
-    python3 -m venv "$dest/venv" >&2
-    "$dest/venv/bin/pip" install --quiet --disable-pip-version-check \
+    command -v python3 >/dev/null || { echo "cuda-toolkit.sh: needs python3 with pip" >&2; exit 1; }
+    python3 -m pip install --quiet --disable-pip-version-check --no-deps --target "$dest/site" \
         nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 \
         nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85 nvidia-cuda-nvrtc==13.0.88 \
         nvidia-curand==10.4.0.35 nvidia-cublas==13.1.0.3 \
         nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm >&2
-    root="$(echo "$dest"/venv/lib/python3*/site-packages/nvidia/cu13)"
+    root="$dest/site/nvidia/cu13"
     ln -sfn "$root" "$dest/cuda"
     cd "$root"
     # The wheels have the libraries under their versioned names only, and `lib` for `lib64`.

@@ -44,7 +44,7 @@ pub struct AttnOptions {
 ///
 /// # Arguments
 ///
-/// * `q`: `(batch, seqlen_q, num_heads, head_dim)`; F16, BF16, F32 or F64.
+/// * `q`: `(batch, seqlen_q, num_heads, head_dim)`; F16, BF16 and, on the CPU, F32 or F64.
 /// * `k`, `v`: `(batch, seqlen_k, num_kv_heads, head_dim)`, of the same dtype; query head `h` reads head
 ///   `h / (num_heads / num_kv_heads)`.
 /// * `softmax_scale`: factor on `q·k`, usually `1 / sqrt(head_dim)`.
@@ -94,8 +94,9 @@ pub fn flash_attn(
 /// # Arguments
 ///
 /// * `q`: `(batch, seqlen_q, num_heads, head_dim)`; `k`, `v`: `(batch, seqlen_k, num_kv_heads,
-///   head_dim)`. F16, BF16, F32 or F64, all the same; any strides and offsets. Half types accumulate
-///   in f32.
+///   head_dim)`. F16, BF16 and, on the CPU, F32 or F64, all the same; any strides and offsets. Half types
+///   accumulate in f32. On CUDA `head_dim` is a multiple of 8 up to 256, and rows that are not 16-byte
+///   aligned are copied.
 /// * `options`: see [`AttnOptions`].
 ///
 /// # Returns
@@ -108,7 +109,9 @@ pub fn flash_attn(
 /// not divide, `head_dim` 0, dtypes that differ, devices that differ, a device, dtype or head_dim
 /// without a kernel ([`is_supported`]), a `softmax_scale` that is not finite or above 1e30, a `softcap`
 /// that is not finite and positive or so small that `softmax_scale / softcap` is above 1e30,
-/// `alibi_slopes` of another dtype, device or shape or with a value that is not finite or above 1e30.
+/// `alibi_slopes` of another dtype, device or shape or, on the CPU, with a value that is not finite or above
+/// 1e30 (on CUDA that would wait for the device). On CUDA also, after these: a batch, length or number of
+/// heads from 2^30 on, and whatever the device reports.
 ///
 /// # Example
 ///
