@@ -51,11 +51,7 @@ using LayoutQ = TileLayout<TILE_M, HEAD_DIM>;
 using LayoutKV = TileLayout<TILE_N, HEAD_DIM>;
 using LayoutS = TileLayout<TILE_M, TILE_N>;
 
-// What a step reads of the query rows.
-struct Stage {
-  SmemTile<LayoutQ> q;
-  SmemTile<LayoutQ> dout;
-};
+using Stage = QueryStage<LayoutQ>;
 
 struct SharedStorage {
   SmemTile<LayoutKV> k;  // dk, at the end
@@ -106,19 +102,8 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
   const RowsOfB<LayoutKV, DqTile::COLS / 16> b_k(shared.k, 0, dq_tile.first_col, lane);
 
   const auto load_rows = [&](int head, int m_tile, int stage) {
-    const int batch = work.batch, first_row = m_tile * TILE_M;
-    Stage& to = shared.stages[stage];
-    load_tile<LayoutQ, THREADS>(to.q, rows_of_head(p.q, p.q_strides, batch, head), first_row, p.seqlen_q, p.head_dim, thread);
-    load_tile<LayoutQ, THREADS>(to.dout, rows_of_head(params.dout, params.dout_strides, batch, head), first_row,
-                                p.seqlen_q, p.head_dim, thread);
-    const int quad = ptx::recomputed(thread) * 4;
-    if (quad < TILE_M) {
-      const int64_t offset =
-          (static_cast<int64_t>(batch) * p.num_heads + head) * padded_rows(p.seqlen_q) + first_row + quad;
-      ptx::cp_async_16(smem_address(&shared.lse_log2[stage][quad]), params.lse_log2 + offset, true);
-      ptx::cp_async_16(smem_address(&shared.delta[stage][quad]), params.delta + offset, true);
-    }
-    ptx::cp_async_commit();
+    load_query_rows<THREADS>(shared.stages[stage], shared.lse_log2[stage], shared.delta[stage], params, work.batch, head,
+                             m_tile * TILE_M, thread);
   };
 
   int head = first_head, m_tile = m_tiles.begin;
@@ -176,12 +161,12 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
       float derivative[4];
       if constexpr (MODE != ScoreMode::PLAIN) {
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        // Of this key from the one that the row is aligned with.
-        const int distance = ptx::recomputed(first_distance) + 8 * j + r % 2 - 16 * i - 8 * (r / 2);
-        probs[r] = transform.apply(probs[r], distance, derivative[r]);
-        if (masked && !mask.is_visible(distance, thread_key + 8 * j + r % 2)) probs[r] = -INFINITY;
-      }
+        for (int r = 0; r < 4; ++r) {
+          // Of this key from the one that the row is aligned with.
+          const int distance = ptx::recomputed(first_distance) + 8 * j + r % 2 - 16 * i - 8 * (r / 2);
+          probs[r] = transform.apply(probs[r], distance, derivative[r]);
+          if (masked && !mask.is_visible(distance, thread_key + 8 * j + r % 2)) probs[r] = -INFINITY;
+        }
       }
 #pragma unroll
       for (int r = 0; r < 4; ++r) probs[r] = ptx::exp2(probs[r] * transform.factor - row_lse[i][r / 2]);
@@ -269,10 +254,8 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
 // ---- launcher ---------------------------------------------------------------------------------------
 
 cudaError_t launch_kernel(const BwdParams* params, cudaStream_t stream) {
-  const AttnProblem& p = params->problem;
-  const int64_t n_tiles = (p.seqlen_k + TILE_N - 1) / TILE_N;
-  const int64_t pieces = static_cast<int64_t>(p.batch) * (p.num_heads / p.group_size) * params->group_parts;
-  return launch(KERNEL_FOR(backward_kernel, p), n_tiles * pieces, THREADS, sizeof(SharedStorage), *params, stream);
+  return launch(KERNEL_FOR(backward_kernel, params->problem), backward_blocks<TILE_N>(*params), THREADS,
+                sizeof(SharedStorage), *params, stream);
 }
 
 }  // namespace

@@ -45,11 +45,7 @@ struct DqTile {
   __device__ explicit DqTile(int warp) : first_row(warp / WARPS_N * ROWS), first_col(warp % WARPS_N * COLS) {}
 };
 
-// What a step reads of the query rows.
-struct Stage {
-  SmemTile<LayoutQ> q;
-  SmemTile<LayoutQ> dout;
-};
+using Stage = QueryStage<LayoutQ>;
 
 struct SharedStorage {
   SmemTile<LayoutKV> k;  // dk, at the end
@@ -95,19 +91,8 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
   const RowsOfB<LayoutKV, DqTile::COLS / 16> b_k(shared.k, 0, DqTile(warp).first_col, lane);
 
   const auto load_rows = [&](int head, int m_tile, int stage) {
-    const int batch = work.batch, first_row = m_tile * TILE_M;
-    Stage& to = shared.stages[stage];
-    load_tile<LayoutQ, THREADS>(to.q, rows_of_head(p.q, p.q_strides, batch, head), first_row, p.seqlen_q, p.head_dim, thread);
-    load_tile<LayoutQ, THREADS>(to.dout, rows_of_head(params.dout, params.dout_strides, batch, head), first_row,
-                                p.seqlen_q, p.head_dim, thread);
-    const int quad = ptx::recomputed(thread) * 4;
-    if (quad < TILE_M) {
-      const int64_t offset =
-          (static_cast<int64_t>(batch) * p.num_heads + head) * padded_rows(p.seqlen_q) + first_row + quad;
-      ptx::cp_async_16(smem_address(&shared.lse_log2[stage][quad]), params.lse_log2 + offset, true);
-      ptx::cp_async_16(smem_address(&shared.delta[stage][quad]), params.delta + offset, true);
-    }
-    ptx::cp_async_commit();
+    load_query_rows<THREADS>(shared.stages[stage], shared.lse_log2[stage], shared.delta[stage], params, work.batch, head,
+                             m_tile * TILE_M, thread);
   };
 
   int head = first_head, m_tile = m_tiles.begin;
@@ -261,11 +246,9 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
 // ---- launcher ---------------------------------------------------------------------------------------
 
 cudaError_t launch_kernel(const BwdParams* params, cudaStream_t stream) {
-  const AttnProblem& p = params->problem;
-  const int64_t n_tiles = (p.seqlen_k + TILE_N - 1) / TILE_N;
-  const int64_t pieces = static_cast<int64_t>(p.batch) * (p.num_heads / p.group_size) * params->group_parts;
-  const auto kernel = p.element == ELEMENT_F16 ? backward_keys_kernel<F16> : backward_keys_kernel<Bf16>;
-  return launch(kernel, n_tiles * pieces, THREADS, sizeof(SharedStorage), *params, stream);
+  const auto kernel =
+      params->problem.element == ELEMENT_F16 ? backward_keys_kernel<F16> : backward_keys_kernel<Bf16>;
+  return launch(kernel, backward_blocks<TILE_N>(*params), THREADS, sizeof(SharedStorage), *params, stream);
 }
 
 }  // namespace

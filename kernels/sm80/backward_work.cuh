@@ -1,5 +1,6 @@
-// What the backward kernels share: who does what, and in which order dq is summed.
+// What the backward kernels share: who does what, what a step reads, and in which order dq is summed.
 #pragma once
+#include "../common/tile.cuh"
 #include "../params.h"
 
 // The piece of work of this block. Key tiles from the first on: with a causal mask those are seen by the
@@ -44,4 +45,38 @@ __device__ __forceinline__ void pass_turn(int32_t* counter, int turn) {
   __threadfence();
   __syncthreads();  // all additions of this block are made
   if (threadIdx.x == 0) asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(counter), "r"(turn + 1) : "memory");
+}
+
+// What a step reads of the query rows, but for lse and delta.
+template <class LayoutQ>
+struct QueryStage {
+  SmemTile<LayoutQ> q;
+  SmemTile<LayoutQ> dout;
+};
+
+// Begins to copy the query rows of a step: q, dout, lse and delta.
+template <int THREADS, class LayoutQ>
+__device__ __forceinline__ void load_query_rows(QueryStage<LayoutQ>& to, float* smem_lse_log2, float* smem_delta,
+                                                const BwdParams& params, int batch, int head, int first_row,
+                                                int thread) {
+  const AttnProblem& p = params.problem;
+  load_tile<LayoutQ, THREADS>(to.q, rows_of_head(p.q, p.q_strides, batch, head), first_row, p.seqlen_q, p.head_dim,
+                              thread);
+  load_tile<LayoutQ, THREADS>(to.dout, rows_of_head(params.dout, params.dout_strides, batch, head), first_row,
+                              p.seqlen_q, p.head_dim, thread);
+  const int quad = ptx::recomputed(thread) * 4;
+  if (quad < LayoutQ::ROWS) {
+    const int64_t offset = (static_cast<int64_t>(batch) * p.num_heads + head) * padded_rows(p.seqlen_q) + first_row + quad;
+    ptx::cp_async_16(smem_address(smem_lse_log2 + quad), params.lse_log2 + offset, true);
+    ptx::cp_async_16(smem_address(smem_delta + quad), params.delta + offset, true);
+  }
+  ptx::cp_async_commit();
+}
+
+// How many blocks a launch takes: one for each piece of work.
+template <int TILE_N>
+inline int64_t backward_blocks(const BwdParams& params) {
+  const AttnProblem& p = params.problem;
+  const int64_t n_tiles = (p.seqlen_k + TILE_N - 1) / TILE_N;
+  return n_tiles * p.batch * (p.num_heads / p.group_size) * params.group_parts;
 }

@@ -81,9 +81,10 @@ pub(super) struct Chosen<Params: 'static> {
     pub(super) kernel: &'static Kernel<Params>,
 }
 
-macro_rules! forward_rows {
-    ($($file:literal, $symbol:ident, $head_dim:literal, $shared_kib:literal, $modes:ident;)*) => {
-        fn forward_rows() -> impl Iterator<Item = Row<FwdParams>> {
+/// A function that lists the rows of one pass.
+macro_rules! rows {
+    ($function:ident, $params:ty; $($file:literal, $symbol:ident, $head_dim:literal, $shared_kib:literal, $modes:ident;)*) => {
+        fn $function() -> impl Iterator<Item = Row<$params>> {
             [$(Row {
                 name: stringify!($symbol),
                 head_dim: $head_dim,
@@ -95,19 +96,11 @@ macro_rules! forward_rows {
         }
     };
 }
+macro_rules! forward_rows {
+    ($($rows:tt)*) => { rows! { forward_rows, FwdParams; $($rows)* } };
+}
 macro_rules! backward_rows {
-    ($($file:literal, $symbol:ident, $head_dim:literal, $shared_kib:literal, $modes:ident;)*) => {
-        fn backward_rows() -> impl Iterator<Item = Row<BwdParams>> {
-            [$(Row {
-                name: stringify!($symbol),
-                head_dim: $head_dim,
-                shared_kib: $shared_kib,
-                modes: Modes::$modes,
-                // SAFETY: as in `forward_rows`.
-                kernel: unsafe { &ffi::$symbol },
-            }),*].into_iter()
-        }
-    };
+    ($($rows:tt)*) => { rows! { backward_rows, BwdParams; $($rows)* } };
 }
 instances!(forward_rows, backward_rows);
 
