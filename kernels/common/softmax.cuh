@@ -134,6 +134,18 @@ struct OnlineSoftmax {
   template <int N_TILES, int OUT_TILES>
   __device__ __forceinline__ void step(float (&scores)[M_TILES][N_TILES][4], float (&out)[M_TILES][OUT_TILES][4],
                                        float factor) {
+    float rescale[M_TILES][2];
+    if (move_references(scores, factor, rescale)) rescale_rows(out, rescale);
+    exponentiate(scores, factor);
+  }
+
+  // The parts of a step, for where `out` can't be touched during it.
+
+  // Moves the references that have to, and the sums with them. Whether a row of this warp had to; then `rescale` is
+  // what the rows of `out` are to be multiplied by.
+  template <int N_TILES>
+  __device__ __forceinline__ bool move_references(const float (&scores)[M_TILES][N_TILES][4], float factor,
+                                                  float (&rescale)[M_TILES][2]) {
     float row_max[M_TILES][2];
     bool moves = false;
 #pragma unroll
@@ -149,7 +161,8 @@ struct OnlineSoftmax {
         // Also true at the first finite maximum, when the reference is -inf.
         moves |= (max - reference[i][half]) * factor > MAX_EXPONENT;
       }
-    if (__any_sync(~0u, moves)) {
+    moves = __any_sync(~0u, moves);
+    if (moves) {
 #pragma unroll
       for (int i = 0; i < M_TILES; ++i)
 #pragma unroll
@@ -157,16 +170,30 @@ struct OnlineSoftmax {
           // Row by row, so that a row's result does not depend on its neighbours.
           float& old = reference[i][half];
           const bool row_moves = (row_max[i][half] - old) * factor > MAX_EXPONENT;
-          const float rescale = row_moves ? ptx::exp2((old - row_max[i][half]) * factor) : 1.f;
+          rescale[i][half] = row_moves ? ptx::exp2((old - row_max[i][half]) * factor) : 1.f;
           old = row_moves ? row_max[i][half] : old;
-          row_sum[i][half] *= rescale;
-#pragma unroll
-          for (int j = 0; j < OUT_TILES; ++j) {
-            out[i][j][2 * half] *= rescale;
-            out[i][j][2 * half + 1] *= rescale;
-          }
+          row_sum[i][half] *= rescale[i][half];
         }
     }
+    return moves;
+  }
+
+  template <int OUT_TILES>
+  __device__ static __forceinline__ void rescale_rows(float (&out)[M_TILES][OUT_TILES][4],
+                                                      const float (&rescale)[M_TILES][2]) {
+#pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int j = 0; j < OUT_TILES; ++j) {
+          out[i][j][2 * half] *= rescale[i][half];
+          out[i][j][2 * half + 1] *= rescale[i][half];
+        }
+  }
+
+  template <int N_TILES>
+  __device__ __forceinline__ void exponentiate(float (&scores)[M_TILES][N_TILES][4], float factor) {
 #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
 #pragma unroll

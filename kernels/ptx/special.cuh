@@ -17,6 +17,10 @@ __device__ __forceinline__ int thread_index() {
   return thread;
 }
 
+// The same number, for which all lanes have the same: the compiler then knows, and keeps what follows from it in the
+// registers that a warp shares.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
 // What follows is not begun before. For where the compiler would load the next product's fragments so early
 // that they have no registers.
 __device__ __forceinline__ void schedule_fence() { __syncwarp(); }

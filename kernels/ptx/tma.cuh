@@ -1,0 +1,24 @@
+// Copies of boxes of tensors by the copy engine, sm_90.
+// PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk.tensor, prefetch". One thread.
+#pragma once
+#include <cstdint>
+
+namespace ptx {
+
+// Begins to copy the box at `coordinates` (innermost first) to shared memory. Its bytes count for the phase of
+// `barrier`, also those outside the tensor, which become zero.
+__device__ __forceinline__ void tma_load_4d(uint32_t smem, const void* tensor_map, uint32_t barrier, int c0, int c1,
+                                            int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(smem),
+      "l"(tensor_map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+// Begins to fetch a tensor map that is a parameter of the kernel.
+__device__ __forceinline__ void prefetch_tensor_map(const void* tensor_map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(tensor_map) : "memory");
+}
+
+}  // namespace ptx

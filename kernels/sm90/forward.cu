@@ -1,0 +1,382 @@
+// HEADER
+#include <type_traits>
+
+#include "../common/forward_work.cuh"
+#include "../common/softmax.cuh"
+#include "../common/tile.cuh"
+#include "../launch.cuh"
+#include "../ptx/mbarrier.cuh"
+#include "../ptx/named_barrier.cuh"
+#include "../ptx/setmaxnreg.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/wgmma.cuh"
+#include "swizzled.cuh"
+#include "tensor_map.cuh"
+#include "tile.cuh"
+
+namespace {
+
+// ---- constants --------------------------------------------------------------------------------------
+
+using Tile = ForwardTile<HEAD_DIM>;
+constexpr int TILE_N = Tile::TILE_N, WARPGROUPS = Tile::WARPGROUPS, STAGES = Tile::STAGES;
+constexpr int TILE_M = 64 * WARPGROUPS;
+constexpr int WARPGROUP_THREADS = 128;
+constexpr int THREADS = WARPGROUP_THREADS * (1 + WARPGROUPS);
+constexpr int N_TILES = TILE_N / 8;       // accumulators of scores, beside each other
+constexpr int OUT_TILES = HEAD_DIM / 8;   // of out
+static_assert(TILE_N % 16 == 0 && HEAD_DIM % 32 == 0 && TILE_M <= 256 && TILE_N <= 256);
+
+using LayoutQ = PanelLayout<TILE_M, HEAD_DIM>;
+using LayoutKV = PanelLayout<TILE_N, HEAD_DIM>;
+using Work = ForwardWork<TILE_M, TILE_N>;
+
+struct Arguments {
+  FwdParams params;
+  TensorMap q, k, v;
+  uint32_t pieces;  // of work
+};
+
+// `full`: the tile is there; one arrival, and its bytes. `empty`: all warpgroups have finished with it.
+struct Handover {
+  uint64_t full, empty;
+};
+
+struct SharedStorage {
+  SwizzledTile<LayoutQ> q;
+  SwizzledTile<LayoutKV> k[STAGES];
+  SwizzledTile<LayoutKV> v[STAGES];
+  Handover q_handover, k_handover[STAGES], v_handover[STAGES];
+};
+static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
+
+// Where a warpgroup is in a ring of stages.
+struct RingPlace {
+  int stage = 0;
+  uint32_t phase = 0;
+
+  __device__ void advance() {
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// ---- device steps: loading --------------------------------------------------------------------------
+
+// Waits until a tile is empty and begins to fill it. One thread.
+template <class Layout>
+__device__ __forceinline__ void load_tile(SwizzledTile<Layout>& tile, Handover& handover, uint32_t phase,
+                                          const TensorMap& tensor, int row, int head, int batch) {
+  const uint32_t full = smem_address(&handover.full), smem = smem_address(&tile);
+  ptx::mbarrier_wait(smem_address(&handover.empty), phase ^ 1);  // all products with its last content have ended
+  ptx::mbarrier_arrive_expect(full, Layout::BYTES);
+#pragma unroll
+  for (int panel = 0; panel < Layout::PANELS; ++panel)
+    ptx::tma_load_4d(smem + panel * Layout::PANEL_BYTES, &tensor.map, full, panel * Layout::PANEL_COLS, row,
+                     head * tensor.head_step, batch * tensor.batch_step);
+}
+
+// What the loading warpgroup does: one thread of it.
+__device__ __forceinline__ void load_all(const Arguments& arguments, SharedStorage& shared) {
+  ptx::prefetch_tensor_map(&arguments.q.map);
+  ptx::prefetch_tensor_map(&arguments.k.map);
+  ptx::prefetch_tensor_map(&arguments.v.map);
+  RingPlace k_place, v_place;
+  uint32_t q_phase = 0;
+  for (uint32_t piece = blockIdx.x; piece < arguments.pieces; piece += gridDim.x) {
+    const Work work(arguments.params.problem, piece);
+    if (work.n_tiles.begin >= work.n_tiles.end) continue;
+    const auto load_k = [&](int n_tile) {
+      load_tile(shared.k[k_place.stage], shared.k_handover[k_place.stage], k_place.phase, arguments.k,
+                n_tile * TILE_N, work.kv_head, work.batch);
+      k_place.advance();
+    };
+    const auto load_v = [&](int n_tile) {
+      load_tile(shared.v[v_place.stage], shared.v_handover[v_place.stage], v_place.phase, arguments.v,
+                n_tile * TILE_N, work.kv_head, work.batch);
+      v_place.advance();
+    };
+    // In the order in which they are used.
+    int n_tile = work.n_tiles.end - 1;
+    load_k(n_tile);
+    load_tile(shared.q, shared.q_handover, q_phase, arguments.q, work.first_row, work.head, work.batch);
+    q_phase ^= 1;
+    for (; n_tile > work.n_tiles.begin; --n_tile) {
+      load_k(n_tile - 1);
+      load_v(n_tile);
+    }
+    load_v(n_tile);
+  }
+}
+
+// ---- device steps: computing ------------------------------------------------------------------------
+
+// Begins scores = q k^T.
+template <class Element>
+__device__ __forceinline__ void begin_scores(float (&scores)[1][N_TILES][4], MatrixDescriptor q, MatrixDescriptor k) {
+#pragma unroll
+  for (int block = 0; block < HEAD_DIM / 16; ++block)
+    ptx::Wgmma<Element, TILE_N>::ss(scores[0], q.after(k_major_step<LayoutQ>(block)),
+                                    k.after(k_major_step<LayoutKV>(block)), block > 0);
+  ptx::wgmma_commit();
+}
+
+// Begins out += probs v.
+template <class Element>
+__device__ __forceinline__ void begin_out(float (&out)[1][OUT_TILES][4], const PackedA<Element, 1, N_TILES>& probs,
+                                          MatrixDescriptor v) {
+#pragma unroll
+  for (int block = 0; block < TILE_N / 16; ++block)
+    ptx::Wgmma<Element, HEAD_DIM>::rs(out[0], probs.frag[0][block], v.after(n_major_step(block)));
+  ptx::wgmma_commit();
+}
+
+// Turns four numbers of each of four lanes, a matrix of 4 x 4 in rows, into the rows of its transpose.
+__device__ __forceinline__ void transpose_in_quad(uint32_t (&x)[4], int lane) {
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2) {
+    const bool upper = lane & step;
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      const int low = step == 1 ? 2 * pair : pair, high = low + step;
+      const uint32_t received = __shfl_xor_sync(~0u, upper ? x[low] : x[high], step);
+      x[low] = upper ? received : x[low];
+      x[high] = upper ? x[high] : received;
+    }
+  }
+}
+
+// Writes the 16 rows of a warp from `row` on: of each row a lane writes 16 bytes of every 64.
+template <class Element>
+__device__ __forceinline__ void store_out(const float (&acc)[1][OUT_TILES][4], const FwdParams& params,
+                                          const Work& work, int first_row, int lane) {
+  const AttnProblem& p = params.problem;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = first_row + 8 * half + lane / 4;
+    uint16_t* out = static_cast<uint16_t*>(params.out) +
+                    contiguous_offset(work.batch, p.seqlen_q, p.num_heads, p.head_dim, row, work.head);
+#pragma unroll
+    for (int j = 0; j < OUT_TILES; j += 4) {
+      uint32_t x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = pack<Element>(acc[0][j + i][2 * half], acc[0][j + i][2 * half + 1]);
+      transpose_in_quad(x, lane);
+      const int col = 8 * (j + lane % 4);
+      if (row < p.seqlen_q && col < p.head_dim) *reinterpret_cast<uint4*>(out + col) = {x[0], x[1], x[2], x[3]};
+    }
+  }
+}
+
+// One computing warpgroup's turn to issue products (WARPGROUPS barriers, numbers from 1 on).
+struct Turn {
+  int warpgroup;
+
+  __device__ static constexpr int threads() { return 2 * WARPGROUP_THREADS; }
+  // The one before has issued its products.
+  __device__ void wait() const {
+    if constexpr (Tile::IN_TURN) ptx::named_barrier_sync(1 + warpgroup, threads());
+  }
+  __device__ void pass_on() const {
+    if constexpr (Tile::IN_TURN)
+      ptx::named_barrier_arrive(1 + (warpgroup + 1 == WARPGROUPS ? 0 : warpgroup + 1), threads());
+  }
+};
+
+// What computing warpgroup `warpgroup` does.
+template <class Element>
+__device__ __forceinline__ void compute(const Arguments& arguments, SharedStorage& shared, int warpgroup) {
+  const AttnProblem& p = arguments.params.problem;
+  const Mask mask(p);
+  const float factor = p.softmax_scale * LOG2_E;
+  const int lane = threadIdx.x % 32, warp = ptx::uniform(threadIdx.x / 32 % 4);
+  const bool is_speaker = threadIdx.x % WARPGROUP_THREADS == 0;
+  const Turn turn{warpgroup};
+  const MatrixDescriptor q = k_major(smem_address(&shared.q) + warpgroup * 64 * LayoutQ::PANEL_COLS * 2);
+
+  RingPlace k_place, v_place;
+  uint32_t q_phase = 0;
+  // The first warpgroup's first turn: what the last one's arrival is later.
+  if (Tile::IN_TURN && warpgroup == 0) ptx::named_barrier_arrive(1, Turn::threads());
+
+  const auto wait_full = [](Handover& handover, uint32_t phase) {
+    ptx::mbarrier_wait(smem_address(&handover.full), phase);
+  };
+  // After a wait for the products, which all warps have issued by then.
+  const auto release = [&](Handover& handover) {
+    if (is_speaker) ptx::mbarrier_arrive(smem_address(&handover.empty));
+  };
+
+  for (uint32_t piece = blockIdx.x; piece < arguments.pieces; piece += gridDim.x) {
+    const Work work(p, piece);
+    const int first_row = work.first_row + 64 * warpgroup, warp_row = first_row + 16 * warp;
+    float out[1][OUT_TILES][4];
+    clear(out);
+    OnlineSoftmax<1> softmax;
+
+    if (work.n_tiles.begin < work.n_tiles.end) {
+      // A warpgroup past the last row computes as the others do; nothing of it is stored.
+      const TileRange free = free_key_tiles<TILE_N>(mask, first_row, max(min(first_row + 64, p.seqlen_q), first_row + 1),
+                                                    work.n_tiles);
+      float scores[1][N_TILES][4], rescale[1][2];
+      int n_tile = work.n_tiles.end - 1;
+
+      wait_full(shared.q_handover, q_phase);
+      wait_full(shared.k_handover[k_place.stage], k_place.phase);
+      ptx::wgmma_fence();
+      begin_scores<Element>(scores, q, k_major(smem_address(&shared.k[k_place.stage])));
+      ptx::wgmma_wait<0>();
+      ptx::hold(scores);
+      release(shared.k_handover[k_place.stage]);
+      k_place.advance();
+      mask_scores(scores, mask, warp_row, n_tile * TILE_N, lane);
+      softmax.move_references(scores, factor, rescale);  // out is zero yet
+      softmax.exponentiate(scores, factor);
+      PackedA<Element, 1, N_TILES> probs(scores);
+
+      // Scores of tile n_tile - 1, beside the product of tile n_tile's probabilities.
+      const auto step = [&](auto is_masked) {
+        wait_full(shared.k_handover[k_place.stage], k_place.phase);
+        turn.wait();
+        ptx::hold(out);
+        ptx::wgmma_fence();
+        begin_scores<Element>(scores, q, k_major(smem_address(&shared.k[k_place.stage])));
+        wait_full(shared.v_handover[v_place.stage], v_place.phase);
+        begin_out(out, probs, n_major<LayoutKV>(smem_address(&shared.v[v_place.stage])));
+        turn.pass_on();
+        ptx::wgmma_wait<1>();
+        ptx::hold(scores);
+        release(shared.k_handover[k_place.stage]);
+        k_place.advance();
+        --n_tile;
+        if constexpr (decltype(is_masked)::value) mask_scores(scores, mask, warp_row, n_tile * TILE_N, lane);
+        const bool moved = softmax.move_references(scores, factor, rescale);
+        softmax.exponentiate(scores, factor);
+        ptx::wgmma_wait<0>();
+        ptx::hold(out);
+        ptx::hold(scores);
+        release(shared.v_handover[v_place.stage]);
+        v_place.advance();
+        if (moved) OnlineSoftmax<1>::rescale_rows(out, rescale);
+        probs = PackedA<Element, 1, N_TILES>(scores);
+      };
+      while (n_tile > free.end) step(std::true_type());
+      while (n_tile > free.begin) step(std::false_type());
+      while (n_tile > work.n_tiles.begin) step(std::true_type());
+      // The last product with q has ended.
+      release(shared.q_handover);
+      q_phase ^= 1;
+
+      wait_full(shared.v_handover[v_place.stage], v_place.phase);
+      ptx::hold(out);
+      ptx::wgmma_fence();
+      begin_out(out, probs, n_major<LayoutKV>(smem_address(&shared.v[v_place.stage])));
+      ptx::wgmma_wait<0>();
+      ptx::hold(out);
+      release(shared.v_handover[v_place.stage]);
+      v_place.advance();
+    }
+
+    softmax.finish();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp_row + 8 * half + lane / 4;
+      // Not by the sum: it is also 0, and out NaN, where all that a row sees are scores of -inf. And a select, since
+      // NaN in hidden rows of v may have come in.
+      const bool is_blind = mask.sees_nothing(row);
+      const float sum = softmax.row_sum[0][half], inverse = 1.f / sum;
+#pragma unroll
+      for (int j = 0; j < OUT_TILES; ++j)
+#pragma unroll
+        for (int c = 2 * half; c < 2 * half + 2; ++c) out[0][j][c] = is_blind ? 0.f : out[0][j][c] * inverse;
+      const float lse_log2 = softmax.reference[0][half] * factor + log2f(sum);
+      // Where all that a row sees are scores of -inf, lse is NaN as out is.
+      const float lse = is_blind ? -INFINITY : sum == 0.f ? NAN : lse_log2 * LN_2;
+      if (lane % 4 == 0 && row < p.seqlen_q)
+        arguments.params.lse[(static_cast<int64_t>(work.batch) * p.num_heads + work.head) * p.seqlen_q + row] = lse;
+    }
+    store_out<Element>(out, arguments.params, work, warp_row, lane);
+  }
+}
+
+#endif
+
+// ---- kernel -----------------------------------------------------------------------------------------
+
+template <class Element, ScoreMode MODE>
+__global__ void __launch_bounds__(THREADS, 1) forward_kernel(const __grid_constant__ Arguments arguments) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  static_assert(MODE == ScoreMode::PLAIN);
+  extern __shared__ __align__(1024) char smem[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
+
+  if (threadIdx.x == 0) {
+    const auto init = [](Handover& handover) {
+      ptx::mbarrier_init(smem_address(&handover.full), 1);
+      ptx::mbarrier_init(smem_address(&handover.empty), WARPGROUPS);
+    };
+    init(shared.q_handover);
+    for (int stage = 0; stage < STAGES; ++stage) {
+      init(shared.k_handover[stage]);
+      init(shared.v_handover[stage]);
+    }
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();  // the barriers are there for all
+
+  const int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
+  if (warpgroup == 0) {
+    ptx::release_registers<Tile::LOAD_REGISTERS>();
+    if (threadIdx.x == 0) load_all(arguments, shared);
+  } else {
+    ptx::acquire_registers<Tile::REGISTERS>();
+    compute<Element>(arguments, shared, warpgroup - 1);
+  }
+#endif
+}
+
+// ---- launcher ---------------------------------------------------------------------------------------
+
+// One block for each multiprocessor, which then takes every so-many-th piece, where all pieces are of the same
+// size: the next one's tiles are on their way while the last one is written. Else one block for each piece, so that
+// the hardware gives the next piece, longest first, to whoever is done.
+int64_t blocks(const AttnProblem& p, int64_t pieces, cudaError_t* status) {
+  if (p.window_left != MAX_WINDOW || p.window_right != MAX_WINDOW) return pieces;
+  int device, multiprocessors;
+  *status = cudaGetDevice(&device);
+  if (*status != cudaSuccess) return 0;
+  *status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  return *status == cudaSuccess && multiprocessors < pieces ? multiprocessors : pieces;
+}
+
+cudaError_t launch_kernel(const FwdParams* params, cudaStream_t stream) {
+  const AttnProblem& p = params->problem;
+  const int64_t pieces = static_cast<int64_t>((p.seqlen_q + TILE_M - 1) / TILE_M) * p.num_heads * p.batch;
+  if (pieces == 0) return cudaSuccess;
+  if (pieces > INT32_MAX) return cudaErrorInvalidConfiguration;
+  Arguments arguments = {*params, {}, {}, {}, static_cast<uint32_t>(pieces)};
+  const int kv_heads = p.num_heads / p.group_size;
+  cudaError_t status = encode_tensor_map(&arguments.q, p.element, p.q, p.q_strides, p.batch, p.seqlen_q, p.num_heads,
+                                         p.head_dim, TILE_M);
+  if (status != cudaSuccess) return status;
+  status = encode_tensor_map(&arguments.k, p.element, p.k, p.k_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim,
+                             TILE_N);
+  if (status != cudaSuccess) return status;
+  status = encode_tensor_map(&arguments.v, p.element, p.v, p.v_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim,
+                             TILE_N);
+  if (status != cudaSuccess) return status;
+  const int64_t grid = blocks(p, pieces, &status);
+  if (status != cudaSuccess) return status;
+  return launch(KERNEL_FOR(forward_kernel, p), grid, THREADS, sizeof(SharedStorage), arguments, stream);
+}
+
+}  // namespace
+
+extern "C" {
+extern const Kernel<FwdParams> KERNEL_SYMBOL(flash_fwd_sm90);
+const Kernel<FwdParams> KERNEL_SYMBOL(flash_fwd_sm90) = {launch_kernel, sizeof(SharedStorage), THREADS, 1, TILE_M, TILE_N};
+}
