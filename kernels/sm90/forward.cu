@@ -246,6 +246,7 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
         ptx::wgmma_fence();
         begin_scores<Element>(scores, q, k_major(smem_address(&shared.k[k_place.stage])));
         wait_full(shared.v_handover[v_place.stage], v_place.phase);
+        ptx::wgmma_fence();
         begin_out(out, probs, n_major<LayoutKV>(smem_address(&shared.v[v_place.stage])));
         turn.pass_on();
         ptx::wgmma_wait<1>();
@@ -256,6 +257,9 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
         if constexpr (decltype(is_masked)::value) mask_scores(scores, mask, warp_row, n_tile * TILE_N, lane);
         const bool moved = softmax.move_references(scores, factor, rescale);
         softmax.exponentiate(scores, factor);
+        // All this beside the product with v.
+        ptx::finish_before(softmax.row_sum[0][0]);
+        ptx::finish_before(softmax.row_sum[0][1]);
         ptx::wgmma_wait<0>();
         ptx::hold(out);
         ptx::hold(scores);
