@@ -1,4 +1,24 @@
-// HEADER
+// out and lse, FlashAttention-3, Algorithms 1 and 2, for wgmma and the copy engine (sm_90a).
+//
+// grid       full attention, whose pieces of work (tile of 64 * WARPGROUPS query rows, head) are of one size: one
+//            block for each multiprocessor, which takes every so-many-th piece; else one block for each piece
+// block      a warpgroup that loads (one thread of it) and WARPGROUPS that compute, 64 rows each, from q to out
+// shared     q tile; STAGES k tiles and v tiles: 88 (head_dim 64), 160 (96, 128), 216 (192), 224 KiB (256)
+// registers  32 + 3 x 160 (64), 24 + 2 x 240 (others); none spilled. Seen in the code: 156, 180, 187, 235, 237
+//
+// A warpgroup's steps overlap: the softmax of a tile runs beside the product of the last one's probabilities with v.
+// Up to head_dim 128 the warpgroups also issue their products in turn, so that one's softmax falls into another's
+// products. K and V have barriers of their own: k's stage is free before the softmax.
+//
+// Expected, cycles of a multiprocessor for a tile of rows x keys (design: MMA 4 M N d / 4096, MUFU M N / 16, shared
+// memory operand reads + fills at 128 bytes):
+//   head_dim   rows x keys   MMA    MUFU   shared        so, H200, 16384 keys, full / causal TFLOP/s
+//   64         192 x 128     1536   1536   960 + 256     500 to 560 / 480 to 530 (MUFU as busy as the MMA)
+//   96         128 x 128     1536   1024   960 + 512     550 to 600
+//   128        128 x 128     2048   1024   1280 + 512    620 to 660 / 590 to 630
+//   192        128 x 112     2688   896    1728 + 672    640 to 680
+//   256        128 x 80      2560   640    1792 + 640    680 to 730 / 620 to 660
+// None of it is measured yet.
 #include <type_traits>
 
 #include "../common/forward_work.cuh"
@@ -176,14 +196,20 @@ __device__ __forceinline__ void store_out(const float (&acc)[1][OUT_TILES][4], c
 struct Turn {
   int warpgroup;
 
-  __device__ static constexpr int threads() { return 2 * WARPGROUP_THREADS; }
-  // The one before has issued its products.
+  // Of the one that passes on and the one that waits.
+  static constexpr int BOTH = 2 * WARPGROUP_THREADS;
+
+  // The first warpgroup's first turn: it arrives for the last one.
+  __device__ void begin() const {
+    if (Tile::IN_TURN && warpgroup == 0) ptx::named_barrier_arrive(1, BOTH);
+  }
+  // Until the one before has issued its products. All take the same number of turns; what the last one passes on
+  // at the end nobody waits for.
   __device__ void wait() const {
-    if constexpr (Tile::IN_TURN) ptx::named_barrier_sync(1 + warpgroup, threads());
+    if (Tile::IN_TURN) ptx::named_barrier_sync(1 + warpgroup, BOTH);
   }
   __device__ void pass_on() const {
-    if constexpr (Tile::IN_TURN)
-      ptx::named_barrier_arrive(1 + (warpgroup + 1 == WARPGROUPS ? 0 : warpgroup + 1), threads());
+    if (Tile::IN_TURN) ptx::named_barrier_arrive(warpgroup + 1 == WARPGROUPS ? 1 : 2 + warpgroup, BOTH);
   }
 };
 
@@ -200,13 +226,14 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
 
   RingPlace k_place, v_place;
   uint32_t q_phase = 0;
-  // The first warpgroup's first turn: what the last one's arrival is later.
-  if (Tile::IN_TURN && warpgroup == 0) ptx::named_barrier_arrive(1, Turn::threads());
+  turn.begin();
 
+  // The tile is there: its bytes have come.
   const auto wait_full = [](Handover& handover, uint32_t phase) {
     ptx::mbarrier_wait(smem_address(&handover.full), phase);
   };
-  // After a wait for the products, which all warps have issued by then.
+  // The tile may be overwritten: this warpgroup's products with it have ended. One thread has waited for them, and
+  // they end for all warps together.
   const auto release = [&](Handover& handover) {
     if (is_speaker) ptx::mbarrier_arrive(smem_address(&handover.empty));
   };
@@ -340,6 +367,8 @@ __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const __grid_consta
     ptx::acquire_registers<Tile::REGISTERS>();
     compute<Element>(arguments, shared, warpgroup - 1);
   }
+#else
+  __trap();  // the code for other targets is never launched
 #endif
 }
 

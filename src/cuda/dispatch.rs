@@ -24,6 +24,8 @@ pub(crate) struct Gpu {
     pub(super) multiprocessors: usize,
     /// Shared memory that a block can be given, in KiB.
     shared_kib: usize,
+    /// Whether kernels for compute capability 9.0 alone run there.
+    sm90: bool,
 }
 
 impl Gpu {
@@ -33,14 +35,16 @@ impl Gpu {
         let attribute = |attribute| context.attribute(attribute).w();
         let shared_bytes =
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        let compute_capability = (
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        );
         Ok(Self {
-            compute_capability: (
-                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-            ),
+            compute_capability,
             multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?
                 as usize,
             shared_kib: shared_limit().min(shared_bytes as usize >> 10),
+            sm90: compute_capability == (9, 0) && !only_sm80(),
         })
     }
 }
@@ -53,6 +57,11 @@ fn shared_limit() -> usize {
         .ok()
         .and_then(|limit| limit.parse().ok())
         .unwrap_or(usize::MAX)
+}
+
+/// `CANDLE_FLASH_GQA_KERNELS=sm80` leaves out the kernels for Hopper alone, to test and to time the others there.
+fn only_sm80() -> bool {
+    std::env::var_os("CANDLE_FLASH_GQA_KERNELS").is_some_and(|kernels| kernels == "sm80")
 }
 
 /// Which problems a kernel takes, by what is done to their scores.
@@ -68,6 +77,8 @@ struct Row<Params: 'static> {
     name: &'static str,
     head_dim: usize,
     shared_kib: usize,
+    /// For compute capability 9.0 alone.
+    sm90: bool,
     modes: Modes,
     kernel: &'static Kernel<Params>,
 }
@@ -89,6 +100,7 @@ macro_rules! rows {
                 name: stringify!($symbol),
                 head_dim: $head_dim,
                 shared_kib: $shared_kib,
+                sm90: $file.starts_with("sm90/"),
                 modes: Modes::$modes,
                 // SAFETY: a constant of the linked library, never written, of the type that ffi.rs states.
                 kernel: unsafe { &ffi::$symbol },
@@ -104,12 +116,14 @@ macro_rules! backward_rows {
 }
 instances!(forward_rows, backward_rows);
 
-/// The first row that runs there: rows are in order of head_dim, the best of each first.
+/// The first row that runs there: rows are in order of head_dim, the best of each first. `boxes`: the copy engine
+/// of Hopper can read the inputs.
 fn choose<Params>(
     mut rows: impl Iterator<Item = Row<Params>>,
     gpu: &Gpu,
     head_dim: usize,
     plain: bool,
+    boxes: bool,
 ) -> Option<Chosen<Params>> {
     if gpu.compute_capability < (8, 0)
         || head_dim == 0
@@ -121,6 +135,7 @@ fn choose<Params>(
         head_dim <= row.head_dim
             && row.shared_kib <= gpu.shared_kib
             && (plain || row.modes == Modes::Any)
+            && (!row.sm90 || gpu.sm90 && boxes)
     })?;
     Some(Chosen {
         name: row.name,
@@ -137,18 +152,30 @@ pub(crate) fn max_head_dim() -> usize {
 /// Whether both passes have a kernel.
 pub(crate) fn is_supported(gpu: &Gpu, dtype: DType, head_dim: usize) -> bool {
     DTYPES.contains(&dtype)
-        && choose(forward_rows(), gpu, head_dim, false).is_some()
-        && choose(backward_rows(), gpu, head_dim, false).is_some()
+        && choose(forward_rows(), gpu, head_dim, false, false).is_some()
+        && choose(backward_rows(), gpu, head_dim, false, false).is_some()
 }
 
-/// The kernel for a problem that [`is_supported`] admits.
-pub(super) fn forward(gpu: &Gpu, params: &AttnParams) -> Option<Chosen<FwdParams>> {
-    choose(forward_rows(), gpu, params.head_dim, is_plain(params))
+/// The kernel for a problem that [`is_supported`] admits. `boxes` as for [`choose`].
+pub(super) fn forward(gpu: &Gpu, params: &AttnParams, boxes: bool) -> Option<Chosen<FwdParams>> {
+    choose(
+        forward_rows(),
+        gpu,
+        params.head_dim,
+        is_plain(params),
+        boxes,
+    )
 }
 
 /// As [`forward`].
 pub(super) fn backward(gpu: &Gpu, params: &AttnParams) -> Option<Chosen<BwdParams>> {
-    choose(backward_rows(), gpu, params.head_dim, is_plain(params))
+    choose(
+        backward_rows(),
+        gpu,
+        params.head_dim,
+        is_plain(params),
+        true,
+    )
 }
 
 /// Whether scores are `q·k` times a positive factor; `ScoreMode::PLAIN` of kernels/params.h.
@@ -167,6 +194,7 @@ mod tests {
             compute_capability,
             multiprocessors: 100,
             shared_kib,
+            sm90: compute_capability == (9, 0),
         }
     }
 
@@ -212,7 +240,7 @@ mod tests {
     #[test]
     fn the_best_row_comes_first() {
         let name = |gpu: Gpu, head_dim, plain| {
-            choose(backward_rows(), &gpu, head_dim, plain).map(|row| row.name)
+            choose(backward_rows(), &gpu, head_dim, plain, true).map(|row| row.name)
         };
         let hopper = gpu((9, 0), 227);
         assert_eq!(
@@ -228,6 +256,23 @@ mod tests {
             name(gpu((8, 6), 99), 200, true),
             Some("flash_bwd_sm80_hd256_smem99")
         );
+    }
+
+    #[test]
+    fn kernels_for_hopper_run_plain_problems_there_and_nothing_else() {
+        let name = |gpu: Gpu, plain, boxes| {
+            choose(forward_rows(), &gpu, 72, plain, boxes).map(|row| row.name)
+        };
+        let hopper = gpu((9, 0), 227);
+        let sm80 = Some("flash_fwd_sm80_hd96_smem99");
+        assert_eq!(
+            name(hopper, true, true),
+            Some("flash_fwd_sm90_hd96_smem227")
+        );
+        assert_eq!(name(hopper, false, true), sm80);
+        assert_eq!(name(hopper, true, false), sm80);
+        assert_eq!(name(gpu((10, 0), 227), true, true), sm80);
+        assert_eq!(name(gpu((9, 0), 163), true, true), sm80);
     }
 
     /// The twins of kernels/params.h have not drifted.

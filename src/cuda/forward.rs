@@ -42,7 +42,11 @@ fn forward_typed<E: Element>(
 ) -> Result<ForwardOutput> {
     let device = q.0.device();
     let stream = device.cuda_stream();
-    let Some(chosen) = dispatch::forward(&Gpu::of(device)?, params) else {
+    // A row that is repeated by a stride of 0 is no box.
+    let boxes = [q.1, k.1, v.1]
+        .iter()
+        .all(|layout| layout.dims()[1] <= 1 || layout.stride()[1] != 0);
+    let Some(chosen) = dispatch::forward(&Gpu::of(device)?, params, boxes) else {
         bail!(
             "flash_attn: no CUDA kernel for head_dim {}",
             params.head_dim
