@@ -1,7 +1,7 @@
 // out and lse, FlashAttention-3, Algorithms 1 and 2, for wgmma and the copy engine (sm_90a).
 //
 // grid       full attention, whose pieces of work (tile of 64 * WARPGROUPS query rows, head) are of one size: one
-//            block for each multiprocessor, which takes every so-many-th piece; else one block for each piece
+//            block for each multiprocessor, which takes one piece of each round; else one block for each piece
 // block      a warpgroup that loads (one thread of it) and WARPGROUPS that compute, 64 rows each, from q to out
 // shared     q tile; STAGES k tiles and v tiles: 88 (head_dim 64), 160 (96, 128), 216 (192), 224 KiB (256)
 // registers  32 + 3 x 160 (64), 24 + 2 x 240 (others); none spilled. Seen in the code: 156, 180, 187, 235, 237
@@ -85,6 +85,20 @@ struct RingPlace {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+// The pieces of a block: one of each round of gridDim.x, in every other round counted from the end, so that who got
+// a longer piece than the others gets a shorter one next.
+struct Pieces {
+  uint32_t round_begin = 0, place = blockIdx.x;
+
+  __device__ uint32_t piece() const { return round_begin + place; }
+  // A last round may be cut short; none follows it.
+  __device__ bool is_end(uint32_t pieces) const { return piece() >= pieces; }
+  __device__ void advance() {
+    round_begin += gridDim.x;
+    place = gridDim.x - 1 - place;
+  }
+};
+
 // ---- device steps: loading --------------------------------------------------------------------------
 
 // Waits until a tile is empty and begins to fill it. One thread.
@@ -107,8 +121,8 @@ __device__ __forceinline__ void load_all(const Arguments& arguments, SharedStora
   ptx::prefetch_tensor_map(&arguments.v.map);
   RingPlace k_place, v_place;
   uint32_t q_phase = 0;
-  for (uint32_t piece = blockIdx.x; piece < arguments.pieces; piece += gridDim.x) {
-    const Work work(arguments.params.problem, piece);
+  for (Pieces at; !at.is_end(arguments.pieces); at.advance()) {
+    const Work work(arguments.params.problem, at.piece());
     if (work.n_tiles.begin >= work.n_tiles.end) continue;
     const auto load_k = [&](int n_tile) {
       load_tile(shared.k[k_place.stage], shared.k_handover[k_place.stage], k_place.phase, arguments.k,
@@ -238,8 +252,8 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
     if (is_speaker) ptx::mbarrier_arrive(smem_address(&handover.empty));
   };
 
-  for (uint32_t piece = blockIdx.x; piece < arguments.pieces; piece += gridDim.x) {
-    const Work work(p, piece);
+  for (Pieces at; !at.is_end(arguments.pieces); at.advance()) {
+    const Work work(p, at.piece());
     const int first_row = work.first_row + 64 * warpgroup, warp_row = first_row + 16 * warp;
     float out[1][OUT_TILES][4];
     clear(out);
@@ -374,9 +388,9 @@ __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const __grid_consta
 
 // ---- launcher ---------------------------------------------------------------------------------------
 
-// One block for each multiprocessor, which then takes every so-many-th piece, where all pieces are of the same
-// size: the next one's tiles are on their way while the last one is written. Else one block for each piece, so that
-// the hardware gives the next piece, longest first, to whoever is done.
+// One block for each multiprocessor, which then takes one piece of each round, where all pieces are of the same size:
+// the next one's tiles are on their way while the last one is written. Else one block for each piece, so that the
+// hardware gives the next piece, longest first, to whoever is done.
 int64_t blocks(const AttnProblem& p, int64_t pieces, cudaError_t* status) {
   if (p.window_left != MAX_WINDOW || p.window_right != MAX_WINDOW) return pieces;
   int device, multiprocessors;
@@ -396,10 +410,13 @@ cudaError_t launch_kernel(const FwdParams* params, cudaStream_t stream) {
   cudaError_t status = encode_tensor_map(&arguments.q, p.element, p.q, p.q_strides, p.batch, p.seqlen_q, p.num_heads,
                                          p.head_dim, TILE_M);
   if (status != cudaSuccess) return status;
-  status = encode_tensor_map(&arguments.k, p.element, p.k, p.k_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim,
+  // A map needs an address, also of no keys.
+  const void* k = p.seqlen_k > 0 ? p.k : p.q;
+  const void* v = p.seqlen_k > 0 ? p.v : p.q;
+  status = encode_tensor_map(&arguments.k, p.element, k, p.k_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim,
                              TILE_N);
   if (status != cudaSuccess) return status;
-  status = encode_tensor_map(&arguments.v, p.element, p.v, p.v_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim,
+  status = encode_tensor_map(&arguments.v, p.element, v, p.v_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim,
                              TILE_N);
   if (status != cudaSuccess) return status;
   const int64_t grid = blocks(p, pieces, &status);
