@@ -134,18 +134,17 @@ struct OnlineSoftmax {
   template <int N_TILES, int OUT_TILES>
   __device__ __forceinline__ void step(float (&scores)[M_TILES][N_TILES][4], float (&out)[M_TILES][OUT_TILES][4],
                                        float factor) {
-    float rescale[M_TILES][2];
-    if (move_references(scores, factor, rescale)) rescale_rows(out, rescale);
+    move_references(scores, factor, [&](int i, int half, float rescale) { rescale_row(out, i, half, rescale); });
     exponentiate(scores, factor);
   }
 
   // The parts of a step, for where `out` can't be touched during it.
 
-  // Moves the references that have to, and the sums with them. Whether a row of this warp had to; then `rescale` is
-  // what the rows of `out` are to be multiplied by.
-  template <int N_TILES>
+  // Moves the references that have to, and the sums with them. Whether a row of this warp had to; then
+  // `rescaled(i, half, rescale)` is called for each row, whose part of `out` is to be multiplied by `rescale`.
+  template <int N_TILES, class Rescaled>
   __device__ __forceinline__ bool move_references(const float (&scores)[M_TILES][N_TILES][4], float factor,
-                                                  float (&rescale)[M_TILES][2]) {
+                                                  const Rescaled& rescaled) {
     float row_max[M_TILES][2];
     bool moves = false;
 #pragma unroll
@@ -170,26 +169,23 @@ struct OnlineSoftmax {
           // Row by row, so that a row's result does not depend on its neighbours.
           float& old = reference[i][half];
           const bool row_moves = (row_max[i][half] - old) * factor > MAX_EXPONENT;
-          rescale[i][half] = row_moves ? ptx::exp2((old - row_max[i][half]) * factor) : 1.f;
+          const float rescale = row_moves ? ptx::exp2((old - row_max[i][half]) * factor) : 1.f;
           old = row_moves ? row_max[i][half] : old;
-          row_sum[i][half] *= rescale[i][half];
+          row_sum[i][half] *= rescale;
+          rescaled(i, half, rescale);
         }
     }
     return moves;
   }
 
   template <int OUT_TILES>
-  __device__ static __forceinline__ void rescale_rows(float (&out)[M_TILES][OUT_TILES][4],
-                                                      const float (&rescale)[M_TILES][2]) {
+  __device__ static __forceinline__ void rescale_row(float (&out)[M_TILES][OUT_TILES][4], int i, int half,
+                                                     float rescale) {
 #pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int j = 0; j < OUT_TILES; ++j) {
-          out[i][j][2 * half] *= rescale[i][half];
-          out[i][j][2 * half + 1] *= rescale[i][half];
-        }
+    for (int j = 0; j < OUT_TILES; ++j) {
+      out[i][j][2 * half] *= rescale;
+      out[i][j][2 * half + 1] *= rescale;
+    }
   }
 
   template <int N_TILES>

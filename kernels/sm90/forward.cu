@@ -139,6 +139,7 @@ __device__ __forceinline__ void load_all(const Arguments& arguments, SharedStora
     load_k(n_tile);
     load_tile(shared.q, shared.q_handover, q_phase, arguments.q, work.first_row, work.head, work.batch);
     q_phase ^= 1;
+#pragma unroll 1  // few registers
     for (; n_tile > work.n_tiles.begin; --n_tile) {
       load_k(n_tile - 1);
       load_v(n_tile);
@@ -263,7 +264,9 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
       // A warpgroup past the last row computes as the others do; nothing of it is stored.
       const TileRange free = free_key_tiles<TILE_N>(mask, first_row, max(min(first_row + 64, p.seqlen_q), first_row + 1),
                                                     work.n_tiles);
-      float scores[1][N_TILES][4], rescale[1][2];
+      float scores[1][N_TILES][4];
+      float rescale[2];  // what out is to be multiplied by, where a reference moved
+      const auto keep_rescale = [&](int, int half, float factor) { rescale[half] = factor; };
       int n_tile = work.n_tiles.end - 1;
 
       wait_full(shared.q_handover, q_phase);
@@ -275,7 +278,7 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
       release(shared.k_handover[k_place.stage]);
       k_place.advance();
       mask_scores(scores, mask, warp_row, n_tile * TILE_N, lane);
-      softmax.move_references(scores, factor, rescale);  // out is zero yet
+      softmax.move_references(scores, factor, keep_rescale);  // out is zero yet
       softmax.exponentiate(scores, factor);
       PackedA<Element, 1, N_TILES> probs(scores);
 
@@ -296,7 +299,7 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
         k_place.advance();
         --n_tile;
         if constexpr (decltype(is_masked)::value) mask_scores(scores, mask, warp_row, n_tile * TILE_N, lane);
-        const bool moved = softmax.move_references(scores, factor, rescale);
+        const bool moved = softmax.move_references(scores, factor, keep_rescale);
         softmax.exponentiate(scores, factor);
         // All this beside the product with v.
         ptx::finish_before(softmax.row_sum[0][0]);
@@ -306,7 +309,10 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
         ptx::hold(scores);
         release(shared.v_handover[v_place.stage]);
         v_place.advance();
-        if (moved) OnlineSoftmax<1>::rescale_rows(out, rescale);
+        if (moved) {
+          OnlineSoftmax<1>::rescale_row(out, 0, 0, rescale[0]);
+          OnlineSoftmax<1>::rescale_row(out, 0, 1, rescale[1]);
+        }
         probs = PackedA<Element, 1, N_TILES>(scores);
       };
       while (n_tile > free.end) step(std::true_type());
