@@ -3,8 +3,9 @@
 // grid       full attention, whose pieces of work (tile of 64 * WARPGROUPS query rows, head) are of one size: one
 //            block for each multiprocessor, which takes one piece of each round; else one block for each piece
 // block      a warpgroup that loads (one thread of it) and WARPGROUPS that compute, 64 rows each, from q to out
-// shared     q tile; STAGES k tiles and v tiles: 88 (head_dim 64), 160 (96, 128), 216 (192), 224 KiB (256)
-// registers  32 + 3 x 160 (64), 24 + 2 x 240 (others); none spilled. Seen in the code: 156, 180, 187, 235, 237
+// shared     q tile; STAGES k tiles and v tiles: 89 (head_dim 64), 161 (96, 128), 217 (192), 225 KiB (256)
+// registers  given 32 + 3 x 160 (64), 24 + 2 x 240 (others); used by those that compute 157, 181 (96), 184 (128), 238;
+//            none spilled
 //
 // A warpgroup's steps overlap: the softmax of a tile runs beside the product of the last one's probabilities with v.
 // Up to head_dim 128 the warpgroups also issue their products in turn, so that one's softmax falls into another's
