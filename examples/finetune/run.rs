@@ -42,8 +42,7 @@ pub fn run(
             }
             _ => "training stopped before anything was saved".to_string(),
         })?;
-        let tokens = (options.batch * options.seqlen) as f64;
-        let tokens_per_second = tokens / start.elapsed().as_secs_f64();
+        let tokens_per_second = options.tokens() as f64 / start.elapsed().as_secs_f64();
 
         let measure = step.step == options.steps || step.step.is_multiple_of(every.max(1));
         rows.push(Row {

@@ -14,8 +14,6 @@ mod losses;
 mod model;
 #[path = "../../examples/common/numbers.rs"]
 mod numbers;
-#[path = "../../examples/finetune/optimizer.rs"]
-mod optimizer;
 #[path = "../../examples/finetune/options.rs"]
 mod options;
 #[path = "../../examples/finetune/plot.rs"]
@@ -30,5 +28,7 @@ mod scratch;
 mod setup;
 #[path = "../../examples/finetune/trainer.rs"]
 mod trainer;
+#[path = "../../examples/common/training/mod.rs"]
+mod training;
 #[path = "../../examples/finetune/weights.rs"]
 mod weights;

@@ -44,7 +44,8 @@ fn finish(
     }
     trainer
         .weights()
-        .vars
+        .parameters()
+        .vars()
         .iter()
         .map(|(name, var)| Ok((name.clone(), var.flatten_all()?.to_vec1()?)))
         .collect()
@@ -164,7 +165,7 @@ fn adapters_leave_the_weights_alone_and_merge_into_them() -> Result<()> {
         for _ in 0..6 {
             trainer.step()?;
         }
-        let vars = &trainer.weights().vars;
+        let vars = trainer.weights().parameters().vars();
         assert_eq!(vars.len(), 2 * 2 * lora_on.names().len());
         assert!(vars.keys().all(|name| name.contains(".lora_")));
 

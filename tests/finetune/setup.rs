@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow};
-use candle_core::Device;
+use candle_core::{DType, Device};
 use clap::Parser;
 
 use crate::batches::Batches;
@@ -37,7 +37,7 @@ pub fn try_options(more: &[&str]) -> Result<Options, clap::Error> {
 
 /// The model that the options make, always the same.
 pub fn checkpoint(options: &Options) -> Result<Checkpoint> {
-    scratch::checkpoint(options, &[text()], &Device::Cpu)
+    scratch::checkpoint(options, &[text()])
 }
 
 /// A trainer at its first step.
@@ -57,6 +57,7 @@ pub fn trainer(
         &checkpoint.weights,
         batches,
         attention,
+        DType::F32,
     )
 }
 

@@ -50,11 +50,16 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
+    pub fn new(weight: Tensor, eps: f64) -> Self {
+        Self {
+            weight,
+            eps: eps as f32,
+        }
+    }
+
     pub fn load(config: &Config, vb: VarBuilder) -> Result<Self> {
-        Ok(Self {
-            weight: vb.get(config.hidden_size, "weight")?,
-            eps: config.rms_norm_eps as f32,
-        })
+        let weight = vb.get(config.hidden_size, "weight")?;
+        Ok(Self::new(weight, config.rms_norm_eps))
     }
 
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
@@ -119,6 +124,19 @@ pub fn apply_rotary(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
         ],
         D::Minus1,
     )
+}
+
+/// The rows of `table` `(vocab_size, hidden_size)` for `tokens` `(batch, seqlen)`.
+pub fn embed(table: &Tensor, tokens: &Tensor) -> Result<Tensor> {
+    let (batch, seqlen) = tokens.dims2()?;
+    table
+        .index_select(&tokens.flatten_all()?, 0)?
+        .reshape((batch, seqlen, ()))
+}
+
+/// `silu(gate) * up`.
+pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    gate.silu()? * up
 }
 
 /// The angle per position of each pair, with the scaling of Llama 3.1 where the model asks for it:

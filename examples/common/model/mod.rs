@@ -9,7 +9,7 @@
 
 mod attention;
 mod cache;
-mod layers;
+pub mod layers;
 
 use std::collections::HashMap;
 
@@ -19,7 +19,7 @@ use candle_transformers::models::llama::Config;
 
 pub use attention::Attention;
 pub use cache::KvCache;
-use layers::{Projection, RmsNorm, Rotary, apply_rotary, widen};
+use layers::{Projection, RmsNorm, Rotary, apply_rotary, embed, swiglu, widen};
 
 /// A decoder-only transformer whose attention is chosen by [`Attention`].
 pub struct Llama {
@@ -81,7 +81,7 @@ impl Llama {
     ///
     /// The hidden states `(batch, seqlen, hidden_size)`.
     pub fn hidden(&self, tokens: &Tensor, mut cache: Option<&mut KvCache>) -> Result<Tensor> {
-        let (batch, seqlen) = tokens.dims2()?;
+        let seqlen = tokens.dim(1)?;
         let position = cache.as_ref().map_or(0, |cache| cache.len());
         let (cos, sin) = self.rotary.at(position, seqlen)?;
         let context = Context {
@@ -90,11 +90,7 @@ impl Llama {
             mask: self.attention.mask(seqlen, position, tokens.device())?,
             attention: self.attention,
         };
-        let hidden_size = self.embed.dim(1)?;
-        let mut hidden = self
-            .embed
-            .index_select(&tokens.flatten_all()?, 0)?
-            .reshape((batch, seqlen, hidden_size))?;
+        let mut hidden = embed(&self.embed, tokens)?;
         for (layer, block) in self.blocks.iter().enumerate() {
             let cache = cache.as_deref_mut().map(|cache| (cache, layer));
             hidden = block.forward(&hidden, &context, cache)?;
@@ -195,9 +191,9 @@ impl Block {
         let normed = self.input_norm.forward(hidden)?;
         let hidden = (hidden + self.attend(&normed, context, cache)?)?;
         let normed = self.mlp_norm.forward(&hidden)?;
-        let gate = self.gate_proj.forward(&normed)?.silu()?;
+        let gate = self.gate_proj.forward(&normed)?;
         let up = self.up_proj.forward(&normed)?;
-        hidden + self.down_proj.forward(&(gate * up)?)?
+        hidden + self.down_proj.forward(&swiglu(&gate, &up)?)?
     }
 
     /// Self-attention of the new tokens over the cached ones and themselves.
