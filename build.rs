@@ -36,6 +36,8 @@ mod cuda {
             ("common/delta.cu", "flash_delta"),
             ("common/convert.cu", "flash_convert"),
             ("common/layout.cu", "flash_layout"),
+            ("training/layout.cu", "flash_training_layout"),
+            ("training/rms_norm.cu", "flash_rms_norm"),
         ] {
             units.push(Unit {
                 file,

@@ -20,6 +20,7 @@ mod mask;
 mod op;
 mod params;
 mod reference;
+pub mod training;
 
 pub use api::{AttnOptions, flash_attn, flash_attn_with, flash_attn_with_lse, is_supported};
 pub use reference::reference;

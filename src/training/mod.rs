@@ -1,0 +1,61 @@
+//! The ops around the attention that a transformer's training spends its time in, each as one kernel per pass
+//! where candle's differentiable operations are chains of them.
+//!
+//! ```text
+//! rms_norm       x / sqrt(mean(x^2) + eps) * weight
+//! ```
+//!
+//! # Conventions
+//!
+//! * They are differentiable in every operand that is not said to be a constant, on the CPU and on CUDA
+//!   (compute capability 8.0 or more), in F16, BF16 and F32, on the CPU in F64 too. Operands of one call have
+//!   one dtype and one device.
+//! * Arithmetic is in f32 and each result is rounded once; in f64 for F64, as are sums on the CPU.
+//! * Every result is the same bits on every run, and on the CPU with any number of threads: sums are taken in a
+//!   fixed order, without atomic additions.
+//! * Any strides are taken. [`rope`] reads rows in place; the others copy what is not contiguous.
+//! * Misuse is an error before any work. What only the values can tell (a target or an id that is too large) is
+//!   an error on the CPU and NaN on CUDA, where to ask would wait for the device.
+
+/// Calls a function of `cpu::training` or `cuda::training` on tensors.
+macro_rules! on_device {
+    ($device:expr, $module:ident::$function:ident($($args:expr),*)) => {
+        match $device {
+            #[cfg(feature = "cuda")]
+            candle_core::Device::Cuda(_) => crate::cuda::training::$module::$function($($args),*),
+            _ => crate::cpu::training::$module::$function($($args),*),
+        }
+    };
+}
+
+mod check;
+mod rms_norm;
+
+use std::sync::OnceLock;
+
+use candle_core::{Result, Tensor, bail};
+
+pub use rms_norm::rms_norm;
+
+/// What the forward of an op leaves for its backward. Each call makes an op of its own, so it is filled once.
+#[derive(Default)]
+struct Kept(OnceLock<Tensor>);
+
+impl Kept {
+    fn fill(&self, tensor: Tensor) {
+        // The op is applied once, so it was empty.
+        let _ = self.0.set(tensor);
+    }
+
+    fn get(&self) -> Result<&Tensor> {
+        match self.0.get() {
+            Some(tensor) => Ok(tensor),
+            None => bail!("a backward before its forward"),
+        }
+    }
+}
+
+/// Computes the gradient of an operand, if somebody will ask: candle adds up whatever a backward returns.
+fn if_tracked(operand: &Tensor, grad: impl FnOnce() -> Result<Tensor>) -> Result<Option<Tensor>> {
+    operand.track_op().then(grad).transpose()
+}
