@@ -38,6 +38,7 @@ mod cuda {
             ("common/layout.cu", "flash_layout"),
             ("training/layout.cu", "flash_training_layout"),
             ("training/rms_norm.cu", "flash_rms_norm"),
+            ("training/rope.cu", "flash_rope"),
         ] {
             units.push(Unit {
                 file,

@@ -3,6 +3,7 @@
 //!
 //! ```text
 //! rms_norm       x / sqrt(mean(x^2) + eps) * weight
+//! rope           rotary positions on (batch, seqlen, num_heads, head_dim)
 //! ```
 //!
 //! # Conventions
@@ -30,12 +31,14 @@ macro_rules! on_device {
 
 mod check;
 mod rms_norm;
+pub(crate) mod rope;
 
 use std::sync::OnceLock;
 
 use candle_core::{Result, Tensor, bail};
 
 pub use rms_norm::rms_norm;
+pub use rope::rope;
 
 /// What the forward of an op leaves for its backward. Each call makes an op of its own, so it is filled once.
 #[derive(Default)]

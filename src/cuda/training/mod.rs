@@ -5,6 +5,7 @@
 
 mod ffi;
 pub(crate) mod rms_norm;
+pub(crate) mod rope;
 
 use std::ffi::c_int;
 
