@@ -39,6 +39,7 @@ mod cuda {
             ("training/layout.cu", "flash_training_layout"),
             ("training/rms_norm.cu", "flash_rms_norm"),
             ("training/rope.cu", "flash_rope"),
+            ("training/swiglu.cu", "flash_swiglu"),
         ] {
             units.push(Unit {
                 file,

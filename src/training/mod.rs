@@ -4,6 +4,7 @@
 //! ```text
 //! rms_norm       x / sqrt(mean(x^2) + eps) * weight
 //! rope           rotary positions on (batch, seqlen, num_heads, head_dim)
+//! swiglu         silu(gate) * up
 //! ```
 //!
 //! # Conventions
@@ -32,6 +33,7 @@ macro_rules! on_device {
 mod check;
 mod rms_norm;
 pub(crate) mod rope;
+mod swiglu;
 
 use std::sync::OnceLock;
 
@@ -39,6 +41,7 @@ use candle_core::{Result, Tensor, bail};
 
 pub use rms_norm::rms_norm;
 pub use rope::rope;
+pub use swiglu::swiglu;
 
 /// What the forward of an op leaves for its backward. Each call makes an op of its own, so it is filled once.
 #[derive(Default)]

@@ -5,6 +5,7 @@
 
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
+pub(crate) mod swiglu;
 
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, Layout, Result, Shape, Storage, Tensor, WithDType, bail};

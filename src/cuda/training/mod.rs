@@ -6,6 +6,7 @@
 mod ffi;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
+pub(crate) mod swiglu;
 
 use std::ffi::c_int;
 
