@@ -36,6 +36,7 @@ mod cuda {
             ("common/delta.cu", "flash_delta"),
             ("common/convert.cu", "flash_convert"),
             ("common/layout.cu", "flash_layout"),
+            ("training/cross_entropy.cu", "flash_cross_entropy"),
             ("training/layout.cu", "flash_training_layout"),
             ("training/rms_norm.cu", "flash_rms_norm"),
             ("training/rope.cu", "flash_rope"),

@@ -5,6 +5,7 @@
 //! rms_norm       x / sqrt(mean(x^2) + eps) * weight
 //! rope           rotary positions on (batch, seqlen, num_heads, head_dim)
 //! swiglu         silu(gate) * up
+//! cross_entropy  mean of lse - logits[target]
 //! ```
 //!
 //! # Conventions
@@ -31,6 +32,7 @@ macro_rules! on_device {
 }
 
 mod check;
+mod cross_entropy;
 mod rms_norm;
 pub(crate) mod rope;
 mod swiglu;
@@ -39,6 +41,7 @@ use std::sync::OnceLock;
 
 use candle_core::{Result, Tensor, bail};
 
+pub use cross_entropy::cross_entropy;
 pub use rms_norm::rms_norm;
 pub use rope::rope;
 pub use swiglu::swiglu;

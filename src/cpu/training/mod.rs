@@ -3,6 +3,7 @@
 //! One file an op, as in `cuda::training`. Inputs are contiguous unless said otherwise, and checked. Arithmetic
 //! is in the accumulation type; what is summed over a row or over rows is summed in f64, in a fixed order.
 
+pub(crate) mod cross_entropy;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod swiglu;

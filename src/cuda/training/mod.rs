@@ -3,6 +3,7 @@
 //! One file an op, as in [`cpu::training`](crate::cpu::training). Inputs are contiguous unless said otherwise,
 //! and checked; everything is launched on their own stream.
 
+pub(crate) mod cross_entropy;
 mod ffi;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
