@@ -5,6 +5,7 @@
 //! rms_norm       x / sqrt(mean(x^2) + eps) * weight
 //! rope           rotary positions on (batch, seqlen, num_heads, head_dim)
 //! swiglu         silu(gate) * up
+//! linear         x · weightᵀ
 //! cross_entropy  mean of lse - logits[target]
 //! ```
 //!
@@ -33,6 +34,7 @@ macro_rules! on_device {
 
 mod check;
 mod cross_entropy;
+mod linear;
 mod rms_norm;
 pub(crate) mod rope;
 mod swiglu;
@@ -42,6 +44,7 @@ use std::sync::OnceLock;
 use candle_core::{Result, Tensor, bail};
 
 pub use cross_entropy::cross_entropy;
+pub use linear::linear;
 pub use rms_norm::rms_norm;
 pub use rope::rope;
 pub use swiglu::swiglu;
