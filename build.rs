@@ -37,6 +37,7 @@ mod cuda {
             ("common/convert.cu", "flash_convert"),
             ("common/layout.cu", "flash_layout"),
             ("training/cross_entropy.cu", "flash_cross_entropy"),
+            ("training/embedding.cu", "flash_embedding"),
             ("training/layout.cu", "flash_training_layout"),
             ("training/rms_norm.cu", "flash_rms_norm"),
             ("training/rope.cu", "flash_rope"),

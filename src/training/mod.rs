@@ -6,6 +6,7 @@
 //! rope           rotary positions on (batch, seqlen, num_heads, head_dim)
 //! swiglu         silu(gate) * up
 //! linear         x · weightᵀ
+//! embedding      rows of a table
 //! cross_entropy  mean of lse - logits[target]
 //! ```
 //!
@@ -20,6 +21,26 @@
 //! * Any strides are taken. [`rope`] reads rows in place; the others copy what is not contiguous.
 //! * Misuse is an error before any work. What only the values can tell (a target or an id that is too large) is
 //!   an error on the CPU and NaN on CUDA, where to ask would wait for the device.
+//!
+//! # Example
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor, Var};
+//! use candle_flash_gqa::training::{cross_entropy, embedding, linear, rms_norm};
+//! # fn main() -> candle_core::Result<()> {
+//! let device = Device::Cpu;
+//! let table = Var::randn(0f32, 1., (100, 16), &device)?;
+//! let norm = Var::ones(16, DType::F32, &device)?;
+//! let ids = Tensor::new(&[[3u32, 14, 15]], &device)?;
+//! let targets = Tensor::new(&[14u32, 15, 92], &device)?;
+//!
+//! let hidden = rms_norm(&embedding(&table, &ids)?, &norm, 1e-5)?;
+//! let logits = linear(&hidden, &table)?.flatten_to(1)?;
+//! let grads = cross_entropy(&logits, &targets)?.backward()?;
+//! assert_eq!(grads.get(&table).unwrap().dims(), [100, 16]);
+//! # Ok(())
+//! # }
+//! ```
 
 /// Calls a function of `cpu::training` or `cuda::training` on tensors.
 macro_rules! on_device {
@@ -34,6 +55,7 @@ macro_rules! on_device {
 
 mod check;
 mod cross_entropy;
+mod embedding;
 mod linear;
 mod rms_norm;
 pub(crate) mod rope;
@@ -44,6 +66,7 @@ use std::sync::OnceLock;
 use candle_core::{Result, Tensor, bail};
 
 pub use cross_entropy::cross_entropy;
+pub use embedding::embedding;
 pub use linear::linear;
 pub use rms_norm::rms_norm;
 pub use rope::rope;

@@ -4,6 +4,7 @@
 //! is in the accumulation type; what is summed over a row or over rows is summed in f64, in a fixed order.
 
 pub(crate) mod cross_entropy;
+pub(crate) mod embedding;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod swiglu;

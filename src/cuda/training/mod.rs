@@ -4,6 +4,7 @@
 //! and checked; everything is launched on their own stream.
 
 pub(crate) mod cross_entropy;
+pub(crate) mod embedding;
 mod ffi;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
