@@ -6,7 +6,8 @@
 //! * [`cases`], [`cases_backward`], [`cases_large`]: the inputs that have broken other kernels;
 //! * [`nan`]: where NaN and infinity go and where they don't;
 //! * [`determinism`]: the same bits from any number of threads; [`simd`]: other instruction sets;
-//! * [`property`]: random shapes, strides and options.
+//! * [`property`]: random shapes, strides and options;
+//! * [`training`]: the ops beside the attention.
 
 mod backward;
 mod cases;
@@ -23,3 +24,4 @@ mod property;
 mod simd;
 mod strides;
 mod support;
+mod training;
