@@ -5,14 +5,14 @@ use std::time::Instant;
 
 use anyhow::Result;
 use candle_core::{Device, Tensor, Var};
+use candle_flash_gqa::training::{cross_entropy, embedding, rope, swiglu};
 
 use crate::Args;
 use crate::model::Attention;
-use crate::model::layers::{Projection, RmsNorm, Rotary, apply_rotary, embed, swiglu};
+use crate::model::layers::{Projection, RmsNorm, Rotary};
 use crate::shapes::Shape;
 use crate::step::{Step, random_tokens};
 use crate::training::Gradients;
-use crate::training::loss::cross_entropy;
 
 /// The times of one model, attention and context.
 pub struct Profile {
@@ -70,7 +70,7 @@ pub fn run(
     );
     let hidden = var(&[batch, seqlen, hidden_size])?;
     let inner = var(&[batch, seqlen, ffn])?;
-    let target = tokens.narrow(1, 1, seqlen)?.flatten_all()?;
+    let target = tokens.narrow(1, 1, seqlen)?;
     let mut parts = vec![];
     let mut part = |name, count, forward: &dyn Fn() -> candle_core::Result<Tensor>| -> Result<()> {
         parts.push(bench.part(name, count, forward)?);
@@ -79,13 +79,13 @@ pub fn run(
 
     let table = var(&[config.vocab_size, hidden_size])?;
     let input = tokens.narrow(1, 0, seqlen)?;
-    part("embedding", 1, &|| embed(&table, &input))?;
+    part("embedding", 1, &|| embedding(&table, &input))?;
     let norm = RmsNorm::new(var(&[hidden_size])?.as_tensor().clone(), 1e-5);
     part("rms_norm", 2 * layers + 1, &|| norm.forward(&hidden))?;
     let rotary = Rotary::new(&config, dtype, device)?;
     let (cos, sin) = rotary.at(0, seqlen)?;
-    part("rope of q", layers, &|| apply_rotary(&q, &cos, &sin))?;
-    part("rope of k", layers, &|| apply_rotary(&k, &cos, &sin))?;
+    part("rope of q", layers, &|| rope(&q, &cos, &sin))?;
+    part("rope of k", layers, &|| rope(&k, &cos, &sin))?;
     let mask = attention.mask(seqlen, 0, device)?;
     part("attention", layers, &|| {
         attention.forward(&q, &k, &v, mask.as_ref())
@@ -110,7 +110,7 @@ pub fn run(
     let lm_head = Projection::from_weight(table.as_tensor().clone());
     part("lm_head", 1, &|| lm_head.forward(&hidden))?;
     drop((q, k, v, inner));
-    let logits = var(&[batch * seqlen, config.vocab_size])?;
+    let logits = var(&[batch, seqlen, config.vocab_size])?;
     part("cross_entropy", 1, &|| cross_entropy(&logits, &target))?;
     Ok(Profile {
         shape,

@@ -14,12 +14,13 @@ pub mod layers;
 use std::collections::HashMap;
 
 use candle_core::{Result, Tensor};
+use candle_flash_gqa::training::{embedding, rope, swiglu};
 use candle_nn::VarBuilder;
 use candle_transformers::models::llama::Config;
 
 pub use attention::Attention;
 pub use cache::KvCache;
-use layers::{Projection, RmsNorm, Rotary, apply_rotary, embed, swiglu, widen};
+use layers::{Projection, RmsNorm, Rotary, widen};
 
 /// A decoder-only transformer whose attention is chosen by [`Attention`].
 pub struct Llama {
@@ -90,7 +91,7 @@ impl Llama {
             mask: self.attention.mask(seqlen, position, tokens.device())?,
             attention: self.attention,
         };
-        let mut hidden = embed(&self.embed, tokens)?;
+        let mut hidden = embedding(&self.embed, tokens)?;
         for (layer, block) in self.blocks.iter().enumerate() {
             let cache = cache.as_deref_mut().map(|cache| (cache, layer));
             hidden = block.forward(&hidden, &context, cache)?;
@@ -101,10 +102,14 @@ impl Llama {
         self.norm.forward(&hidden)
     }
 
-    /// Multiplies hidden states with the output embedding, `(.., hidden_size)` to `(.., vocab_size)`,
-    /// at least F32.
+    /// Multiplies hidden states with the output embedding, `(.., hidden_size)` to `(.., vocab_size)`.
+    pub fn output(&self, hidden: &Tensor) -> Result<Tensor> {
+        self.lm_head.forward(hidden)
+    }
+
+    /// [`Llama::output`], at least F32.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
-        widen(&self.lm_head.forward(hidden)?)
+        widen(&self.output(hidden)?)
     }
 }
 
@@ -210,8 +215,8 @@ impl Block {
         let k = self.k_proj.forward(normed)?.reshape(heads)?;
         let v = self.v_proj.forward(normed)?.reshape(heads)?;
 
-        let q = apply_rotary(&q, &context.cos, &context.sin)?;
-        let k = apply_rotary(&k, &context.cos, &context.sin)?;
+        let q = rope(&q, &context.cos, &context.sin)?;
+        let k = rope(&k, &context.cos, &context.sin)?;
         let (k, v) = match cache {
             Some((cache, layer)) => cache.append(layer, &k, &v)?,
             None => (k, v),
