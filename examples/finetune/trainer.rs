@@ -130,11 +130,11 @@ impl Trainer {
     }
 
     /// Masters, moments and the number of steps: all that [`Trainer::restore`] needs, whatever the device
-    /// and the type that the model computes in.
+    /// and the type that the model computes in. The next step changes them.
     pub fn state(&self) -> Result<HashMap<String, Tensor>> {
         let mut state: HashMap<_, _> = self.optimizer.state().collect();
         for (name, master) in self.weights.parameters().masters() {
-            state.insert(name.clone(), master.copy()?.detach());
+            state.insert(name.clone(), master.as_detached_tensor());
         }
         let step = Tensor::new(self.step as i64, self.batches.device())?;
         state.insert("steps_taken".to_string(), step);

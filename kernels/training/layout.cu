@@ -18,7 +18,15 @@ extern "C" void flash_training_layout(size_t* sizes) {
       offsetof(CrossEntropyParams, element),
       sizeof(EmbeddingParams),
       offsetof(EmbeddingParams, element),
+      sizeof(AdamWParams),
+      offsetof(AdamWParams, len),
+      offsetof(AdamWParams, rounded_element),
+      sizeof(AddGradParams),
+      offsetof(AddGradParams, element),
+      sizeof(GradNormParams),
+      offsetof(GradNormParams, element),
       static_cast<size_t>(ROWS_TOGETHER),
+      static_cast<size_t>(NUMBERS_TOGETHER),
       static_cast<size_t>(ELEMENT_F32),
   };
   for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); ++i) sizes[i] = all[i];

@@ -48,15 +48,18 @@ struct Numbers<F32, LENGTH_> {
   using Tag = F32;
   using Storage = float;
   static constexpr int LENGTH = LENGTH_;
-  static_assert(LENGTH == 4 || LENGTH == 1);
+  static_assert(LENGTH % 4 == 0 || LENGTH == 1);
 
   static __device__ __forceinline__ void load(const void* tensor, int64_t index, float (&x)[LENGTH]) {
     const float* numbers = static_cast<const float*>(tensor) + index;
     if constexpr (LENGTH == 1) {
       x[0] = *numbers;
     } else {
-      const float4 four = *reinterpret_cast<const float4*>(numbers);
-      x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+#pragma unroll
+      for (int i = 0; i < LENGTH; i += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(numbers + i);
+        x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+      }
     }
   }
 
@@ -65,7 +68,10 @@ struct Numbers<F32, LENGTH_> {
     if constexpr (LENGTH == 1) {
       *numbers = x[0];
     } else {
-      *reinterpret_cast<float4*>(numbers) = {x[0], x[1], x[2], x[3]};
+#pragma unroll
+      for (int i = 0; i < LENGTH; i += 4) {
+        *reinterpret_cast<float4*>(numbers + i) = {x[i], x[i + 1], x[i + 2], x[i + 3]};
+      }
     }
   }
 };

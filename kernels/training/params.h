@@ -8,6 +8,9 @@
 // that the order of a sum does not depend on the GPU.
 constexpr int32_t ROWS_TOGETHER = 128;
 
+// Numbers of a gradient whose squares are summed by one block.
+constexpr int32_t NUMBERS_TOGETHER = 1 << 14;
+
 struct RmsNormParams {
   const void* x;       // (rows, cols)
   const void* weight;  // (cols)
@@ -69,4 +72,39 @@ struct EmbeddingParams {
   int64_t vocab_size;
   int64_t cols;
   ElementType element;
+};
+
+struct AdamWParams {
+  const void* grad;      // (len)
+  void* rounded;         // (len), may be null
+  float* master;         // (len)
+  float* first_moment;   // (len)
+  float* second_moment;  // (len)
+  int64_t len;
+  float grad_scale;
+  float beta1;
+  float beta2;
+  float new1;  // 1 - beta1
+  float new2;  // 1 - beta2
+  float eps;
+  float kept;          // 1 - learning_rate * weight_decay
+  float step_size;     // learning_rate / (1 - beta1^step)
+  float second_scale;  // 1 / (1 - beta2^step)
+  ElementType grad_element;
+  ElementType rounded_element;  // F16 or BF16
+};
+
+struct AddGradParams {
+  const void* grad;  // (len)
+  float* sum;        // (len)
+  int64_t len;
+  ElementType element;  // of grad
+};
+
+struct GradNormParams {
+  const void* grad;  // squares: (len)
+  float* squares;    // squares: (len / NUMBERS_TOGETHER rounded up), of one gradient; norm: (len), of all
+  float* norm;       // ()
+  int64_t len;
+  ElementType element;  // of grad
 };

@@ -46,7 +46,31 @@ pub(super) fn indices(op: &str, (name, indices): Named<'_>, by: Named<'_>) -> Re
     same_device(op, by, (name, indices))
 }
 
-fn same_device(op: &str, (a_name, a): Named<'_>, (b_name, b): Named<'_>) -> Result<()> {
+/// Refuses a dtype other than those given.
+pub(super) fn dtype(op: &str, (name, operand): Named<'_>, dtypes: &[DType]) -> Result<()> {
+    if !dtypes.contains(&operand.dtype()) {
+        bail!(
+            "{op}: {name} must be one of {dtypes:?}, got {:?}",
+            operand.dtype()
+        );
+    }
+    Ok(())
+}
+
+/// Refuses operands of different shapes.
+pub(super) fn same_shape(op: &str, (a_name, a): Named<'_>, (b_name, b): Named<'_>) -> Result<()> {
+    if a.dims() != b.dims() {
+        bail!(
+            "{op}: {a_name} and {b_name} must have the same shape, got {:?} and {:?}",
+            a.dims(),
+            b.dims()
+        );
+    }
+    Ok(())
+}
+
+/// Refuses operands on different devices.
+pub(super) fn same_device(op: &str, (a_name, a): Named<'_>, (b_name, b): Named<'_>) -> Result<()> {
     if !a.device().same_device(b.device()) {
         bail!(
             "{op}: {a_name} and {b_name} must be on the same device, got {:?} and {:?}",

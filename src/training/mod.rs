@@ -10,6 +10,14 @@
 //! cross_entropy  mean of lse - logits[target]
 //! ```
 //!
+//! After the backward come the gradients of a whole model and the weights, in place and one pass over memory each:
+//!
+//! ```text
+//! add_grad       sum += grad, over micro-batches
+//! grad_norm      of all gradients as one vector, to clip by
+//! adamw_step     moments, F32 master and its rounded copy at once
+//! ```
+//!
 //! # Conventions
 //!
 //! * They are differentiable in every operand that is not said to be a constant, on the CPU and on CUDA
@@ -53,9 +61,12 @@ macro_rules! on_device {
     };
 }
 
+pub(crate) mod adamw;
 mod check;
 mod cross_entropy;
 mod embedding;
+mod grads;
+mod in_place;
 mod linear;
 mod rms_norm;
 pub(crate) mod rope;
@@ -65,8 +76,10 @@ use std::sync::OnceLock;
 
 use candle_core::{Result, Tensor, bail};
 
+pub use adamw::{AdamWOptions, AdamWState, adamw_step};
 pub use cross_entropy::cross_entropy;
 pub use embedding::embedding;
+pub use grads::{add_grad, grad_norm};
 pub use linear::linear;
 pub use rms_norm::rms_norm;
 pub use rope::rope;

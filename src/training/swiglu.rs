@@ -2,7 +2,7 @@
 
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
 
 use super::check;
 use crate::cpu;
@@ -27,13 +27,7 @@ use crate::cuda;
 ///
 /// N. Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    if gate.dims() != up.dims() {
-        bail!(
-            "swiglu: gate and up must have the same shape, got {:?} and {:?}",
-            gate.dims(),
-            up.dims()
-        );
-    }
+    check::same_shape("swiglu", ("gate", gate), ("up", up))?;
     check::alike("swiglu", ("gate", gate), &[("up", up)])?;
     check::has_kernel("swiglu", gate)?;
     gate.contiguous()?.apply_op2(&up.contiguous()?, Swiglu)

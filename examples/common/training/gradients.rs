@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
 use candle_core::{DType, Result, Tensor, Var};
+use candle_flash_gqa::training::{add_grad, grad_norm};
 
 /// Sums over micro-batches of the gradients of each variable, by name.
 ///
@@ -31,8 +32,9 @@ impl Gradients {
                     entry.insert(grad);
                 }
                 Entry::Occupied(mut entry) => {
-                    let sum = entry.get().to_dtype(DType::F32)?;
-                    entry.insert((sum + grad.to_dtype(DType::F32)?)?);
+                    let sum = entry.get_mut();
+                    *sum = sum.to_dtype(DType::F32)?;
+                    add_grad(sum, &grad)?;
                 }
             }
         }
@@ -56,13 +58,8 @@ impl Gradients {
     /// synchronisation.
     pub fn loss_and_norm(&self) -> Result<(f32, f64)> {
         let loss = Tensor::stack(&self.losses, 0)?.mean_all()?;
-        let squares = self
-            .sums
-            .values()
-            .map(|sum| sum.to_dtype(DType::F32)?.sqr()?.sum_all())
-            .collect::<Result<Vec<_>>>()?;
-        let square = Tensor::stack(&squares, 0)?.sum_all()?;
-        let both = Tensor::stack(&[loss.to_dtype(DType::F32)?, square], 0)?.to_vec1::<f32>()?;
-        Ok((both[0], f64::from(both[1]).sqrt() / self.count() as f64))
+        let sums: Vec<&Tensor> = self.sums.values().collect();
+        let both = Tensor::stack(&[loss, grad_norm(&sums)?], 0)?.to_vec1::<f32>()?;
+        Ok((both[0], f64::from(both[1]) / self.count() as f64))
     }
 }

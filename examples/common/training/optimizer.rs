@@ -3,17 +3,14 @@
 use std::collections::{BTreeMap, HashMap};
 
 use anyhow::Result;
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Tensor, Var};
+use candle_flash_gqa::training::{AdamWOptions, AdamWState, adamw_step};
 
 use super::{Gradients, Parameters};
 
-const BETA1: f64 = 0.9;
-const BETA2: f64 = 0.95;
-const EPS: f64 = 1e-8;
-
 /// First and second moments of each master, by its name, F32.
 pub struct AdamW {
-    moments: BTreeMap<String, (Tensor, Tensor)>,
+    moments: BTreeMap<String, [Var; 2]>,
     weight_decay: f64,
 }
 
@@ -23,8 +20,8 @@ impl AdamW {
             .masters()
             .iter()
             .map(|(name, master)| {
-                let moments = (master.zeros_like()?, master.zeros_like()?);
-                Ok((name.clone(), moments))
+                let zeros = || Var::zeros(master.shape(), DType::F32, master.device());
+                Ok((name.clone(), [zeros()?, zeros()?]))
             })
             .collect::<candle_core::Result<_>>()?;
         Ok(Self {
@@ -35,50 +32,54 @@ impl AdamW {
 
     /// Takes one step, the `step`-th counted from 0, with the mean gradients multiplied by `scale`.
     pub fn update(
-        &mut self,
+        &self,
         parameters: &Parameters,
         gradients: &Gradients,
         step: usize,
         learning_rate: f64,
         scale: f64,
     ) -> Result<()> {
-        let taken = (step + 1) as i32;
-        let (correction1, correction2) = (1. - BETA1.powi(taken), 1. - BETA2.powi(taken));
-        let scale = scale / gradients.count() as f64;
-        for (name, (first, second)) in &mut self.moments {
-            let master = parameters.masters()[name].as_detached_tensor();
-            let grad = (gradients.sum(name)?.to_dtype(DType::F32)? * scale)?;
-            *first = ((&*first * BETA1)? + (&grad * (1. - BETA1))?)?;
-            *second = ((&*second * BETA2)? + (grad.sqr()? * (1. - BETA2))?)?;
-            let direction =
-                ((&*first / correction1)? / ((&*second / correction2)?.sqrt()? + EPS)?)?;
-            // Norms are left alone: pulling a scale towards 0 regularises nothing.
-            let decay = if master.rank() > 1 {
-                self.weight_decay
-            } else {
-                0.
+        for (name, [first_moment, second_moment]) in &self.moments {
+            let (master, var) = (&parameters.masters()[name], &parameters.vars()[name]);
+            let state = AdamWState {
+                master,
+                first_moment,
+                second_moment,
+                rounded: (var.dtype() != DType::F32).then_some(var),
             };
-            let kept = (master * (1. - learning_rate * decay))?;
-            parameters.set(name, &(kept - (direction * learning_rate)?)?)?;
+            let options = AdamWOptions {
+                learning_rate,
+                beta2: 0.95,
+                // Norms are left alone: pulling a scale towards 0 regularises nothing.
+                weight_decay: if master.rank() > 1 {
+                    self.weight_decay
+                } else {
+                    0.
+                },
+                step: step + 1,
+                grad_scale: scale / gradients.count() as f64,
+                ..Default::default()
+            };
+            adamw_step(&state, gradients.sum(name)?, &options)?;
         }
         Ok(())
     }
 
-    /// Everything that [`AdamW::restore`] needs, under names that no weight has.
+    /// Everything that [`AdamW::restore`] needs, under names that no weight has. The next step changes it.
     pub fn state(&self) -> impl Iterator<Item = (String, Tensor)> {
-        self.moments.iter().flat_map(|(name, (first, second))| {
+        self.moments.iter().flat_map(|(name, [first, second])| {
             [
-                (format!("first_moment.{name}"), first.clone()),
-                (format!("second_moment.{name}"), second.clone()),
+                (format!("first_moment.{name}"), first.as_detached_tensor()),
+                (format!("second_moment.{name}"), second.as_detached_tensor()),
             ]
         })
     }
 
-    pub fn restore(&mut self, state: &HashMap<String, Tensor>) -> candle_core::Result<()> {
-        for (name, (first, second)) in &mut self.moments {
-            for (kind, moment) in [("first", first), ("second", second)] {
+    pub fn restore(&self, state: &HashMap<String, Tensor>) -> candle_core::Result<()> {
+        for (name, moments) in &self.moments {
+            for (kind, moment) in ["first", "second"].into_iter().zip(moments) {
                 match state.get(&format!("{kind}_moment.{name}")) {
-                    Some(saved) if saved.dims() == moment.dims() => *moment = saved.clone(),
+                    Some(saved) if saved.dims() == moment.dims() => moment.set(saved)?,
                     _ => candle_core::bail!("the optimiser's {kind} moment of {name} is missing"),
                 }
             }

@@ -6,10 +6,7 @@ use candle_core::{CpuStorage, DType, Result, Tensor, bail};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::{Element, Float, Input, Real, cpu_storage, fill, for_dtype, numbers, tensor};
-
-/// Numbers of one piece of work.
-const PIECE: usize = 1 << 12;
+use super::{Element, Float, Input, PIECE, Real, cpu_storage, fill, for_dtype, numbers, tensor};
 
 pub(crate) fn forward(gate: Input<'_>, up: Input<'_>) -> Result<CpuStorage> {
     for_dtype!(gate.0.dtype(), forward_typed(gate, up))

@@ -10,6 +10,9 @@ use super::super::ffi::Strides;
 /// Rows whose contributions to a gradient are summed by one block.
 pub(super) const ROWS_TOGETHER: usize = 128;
 
+/// Numbers of a gradient whose squares are summed by one block.
+pub(super) const NUMBERS_TOGETHER: usize = 1 << 14;
+
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 pub(super) struct RmsNormParams {
@@ -83,6 +86,47 @@ pub(super) struct EmbeddingParams {
     pub(super) element: i32,
 }
 
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(super) struct AdamWParams {
+    pub(super) grad: *const c_void,
+    pub(super) rounded: *mut c_void,
+    pub(super) master: *mut f32,
+    pub(super) first_moment: *mut f32,
+    pub(super) second_moment: *mut f32,
+    pub(super) len: i64,
+    pub(super) grad_scale: f32,
+    pub(super) beta1: f32,
+    pub(super) beta2: f32,
+    pub(super) new1: f32,
+    pub(super) new2: f32,
+    pub(super) eps: f32,
+    pub(super) kept: f32,
+    pub(super) step_size: f32,
+    pub(super) second_scale: f32,
+    pub(super) grad_element: i32,
+    pub(super) rounded_element: i32,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(super) struct AddGradParams {
+    pub(super) grad: *const c_void,
+    pub(super) sum: *mut f32,
+    pub(super) len: i64,
+    pub(super) element: i32,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub(super) struct GradNormParams {
+    pub(super) grad: *const c_void,
+    pub(super) squares: *mut f32,
+    pub(super) norm: *mut f32,
+    pub(super) len: i64,
+    pub(super) element: i32,
+}
+
 unsafe extern "C" {
     pub(super) fn flash_rms_norm_fwd(params: *const RmsNormParams, stream: CUstream) -> c_int;
     pub(super) fn flash_rms_norm_dx(params: *const RmsNormParams, stream: CUstream) -> c_int;
@@ -100,6 +144,10 @@ unsafe extern "C" {
     ) -> c_int;
     pub(super) fn flash_embedding_fwd(params: *const EmbeddingParams, stream: CUstream) -> c_int;
     pub(super) fn flash_embedding_bwd(params: *const EmbeddingParams, stream: CUstream) -> c_int;
+    pub(super) fn flash_adamw(params: *const AdamWParams, stream: CUstream) -> c_int;
+    pub(super) fn flash_add_grad(params: *const AddGradParams, stream: CUstream) -> c_int;
+    pub(super) fn flash_grad_squares(params: *const GradNormParams, stream: CUstream) -> c_int;
+    pub(super) fn flash_grad_norm(params: *const GradNormParams, stream: CUstream) -> c_int;
     #[cfg(test)]
     pub(super) fn flash_training_layout(sizes: *mut usize);
 }

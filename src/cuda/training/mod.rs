@@ -3,9 +3,11 @@
 //! One file an op, as in [`cpu::training`](crate::cpu::training). Inputs are contiguous unless said otherwise,
 //! and checked; everything is launched on their own stream.
 
+pub(crate) mod adamw;
 pub(crate) mod cross_entropy;
 pub(crate) mod embedding;
 mod ffi;
+pub(crate) mod grads;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod swiglu;
@@ -80,6 +82,13 @@ impl<'a> Operands<'a> {
         Ok(base as *mut T)
     }
 
+    /// The address of the first number of a tensor that is updated in place.
+    fn update<T>(&mut self, (storage, layout): &'a mut Updated<'_>) -> Result<*mut T> {
+        let offset = layout.start_offset() * storage.dtype().size_in_bytes();
+        let base: *mut u8 = self.write(storage)?;
+        Ok(base.wrapping_add(offset).cast())
+    }
+
     /// Launches a kernel on the stream of its operands.
     ///
     /// # Safety
@@ -99,6 +108,9 @@ impl<'a> Operands<'a> {
         check(status, name, &params)
     }
 }
+
+/// A storage that is written to, with the layout of the tensor that is seen in it.
+type Updated<'a> = (&'a mut CudaStorage, &'a Layout);
 
 /// Makes the status of a launcher an error that names the kernel and its problem.
 fn check(status: c_int, kernel: &str, params: &impl std::fmt::Debug) -> Result<()> {
@@ -154,11 +166,19 @@ mod tests {
             offset_of!(CrossEntropyParams, element),
             size_of::<EmbeddingParams>(),
             offset_of!(EmbeddingParams, element),
+            size_of::<AdamWParams>(),
+            offset_of!(AdamWParams, len),
+            offset_of!(AdamWParams, rounded_element),
+            size_of::<AddGradParams>(),
+            offset_of!(AddGradParams, element),
+            size_of::<GradNormParams>(),
+            offset_of!(GradNormParams, element),
             ROWS_TOGETHER,
+            NUMBERS_TOGETHER,
             super::ELEMENT_F32 as usize,
         ];
-        let mut theirs = [0; 15];
-        // SAFETY: it writes exactly as many numbers as kernels/training/layout.cu lists, 15.
+        let mut theirs = [0; 23];
+        // SAFETY: it writes exactly as many numbers as kernels/training/layout.cu lists, 23.
         unsafe { flash_training_layout(theirs.as_mut_ptr()) };
         assert_eq!(ours, theirs);
     }

@@ -158,6 +158,64 @@ fn dtypes_that_differ_or_have_no_kernel() -> Result<()> {
 }
 
 #[test]
+fn tensors_that_cannot_be_updated_in_place() -> Result<()> {
+    for_each_device(|device| {
+        let f = |dims: &[usize]| zeros(dims, DType::F32, device);
+        let [a, b, c, grad] = [f(&[4, 6])?, f(&[4, 6])?, f(&[4, 6])?, f(&[4, 6])?];
+        let step = |tensors: [&Tensor; 3], rounded, grad: &Tensor, step| {
+            let state = AdamWState {
+                master: tensors[0],
+                first_moment: tensors[1],
+                second_moment: tensors[2],
+                rounded,
+            };
+            let options = AdamWOptions {
+                step,
+                ..Default::default()
+            };
+            let done = adamw_step(&state, grad, &options);
+            done.and_then(|()| Tensor::zeros((), DType::F32, device))
+        };
+        let half = zeros(&[4, 6], DType::BF16, device)?;
+        let swapped = f(&[6, 4])?;
+        refused(
+            step([&a, &b, &swapped], None, &grad, 1),
+            &["grad and second_moment", "same shape", "[6, 4]"],
+        )?;
+        refused(
+            step([&half, &b, &c], None, &grad, 1),
+            &["master must be", "F32", "BF16"],
+        )?;
+        refused(
+            step([&a, &b, &c], Some(&swapped), &grad, 1),
+            &["rounded must be", "F16", "F32"],
+        )?;
+        refused(
+            step([&a, &b, &swapped.t()?], None, &grad, 1),
+            &["second_moment must be contiguous"],
+        )?;
+        refused(
+            step([&a, &b, &b], None, &grad, 1),
+            &["first_moment and second_moment must not share"],
+        )?;
+        refused(
+            step([&a, &b, &c], None, &c.reshape((4, 6))?, 1),
+            &["second_moment and grad must not share"],
+        )?;
+        refused(step([&a, &b, &c], None, &grad, 0), &["from 1", "0"])?;
+        step([&a, &b, &c], Some(&half), &grad, 1)?;
+
+        let add = |sum: &Tensor, grad: &Tensor| add_grad(sum, grad).map(|()| sum.clone());
+        refused(add(&a, &f(&[24])?), &["sum and grad", "[4, 6]", "[24]"])?;
+        refused(add(&half, &grad), &["sum must be", "F32", "BF16"])?;
+        refused(add(&a, &a), &["sum and grad must not share"])?;
+
+        refused(grad_norm(&[]), &["at least one gradient"])?;
+        refused(grad_norm(&[&a, &half]), &["same dtype", "F32", "BF16"])
+    })
+}
+
+#[test]
 fn devices_that_differ() -> Result<()> {
     let Some(gpu) = gpu() else {
         return Ok(());

@@ -4,7 +4,8 @@
 //! * [`formula`]: values and gradients against the plain formula in f64, and finite differences;
 //! * [`layouts`]: views, offsets and gradients of any layout;
 //! * [`values`]: large and small numbers, infinities, long sums, indices out of range;
-//! * [`determinism`]: the same bits; [`errors`]: what is refused.
+//! * [`determinism`]: the same bits; [`errors`]: what is refused;
+//! * [`update`]: sums of gradients, their norm, AdamW.
 
 mod case;
 mod determinism;
@@ -12,4 +13,5 @@ mod errors;
 mod formula;
 mod layouts;
 mod ops;
+mod update;
 mod values;
