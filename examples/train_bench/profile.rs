@@ -5,11 +5,11 @@ use std::time::Instant;
 
 use anyhow::Result;
 use candle_core::{Device, Tensor, Var};
-use candle_flash_gqa::training::{cross_entropy, embedding, rope, swiglu};
+use candle_flash_gqa::training::{cross_entropy, embedding, rope};
 
 use crate::Args;
 use crate::model::Attention;
-use crate::model::layers::{Projection, RmsNorm, Rotary};
+use crate::model::layers::{Projection, RmsNorm, Rotary, gated};
 use crate::shapes::Shape;
 use crate::step::{Step, random_tokens};
 use crate::training::Gradients;
@@ -90,23 +90,25 @@ pub fn run(
     part("attention", layers, &|| {
         attention.forward(&q, &k, &v, mask.as_ref())
     })?;
-    part("swiglu", layers, &|| swiglu(&inner, &inner))?;
     part("residual", 2 * layers, &|| {
         hidden.as_tensor() + hidden.as_tensor()
     })?;
 
     let kv_size = config.num_key_value_heads * head_dim;
-    let matrices = [
-        ("q_proj, o_proj", 2, hidden_size, hidden_size),
-        ("k_proj, v_proj", 2, kv_size, hidden_size),
-        ("gate_proj, up_proj", 2, ffn, hidden_size),
-        ("down_proj", 1, hidden_size, ffn),
-    ];
-    for (name, count, size_out, size_in) in matrices {
-        let matrix = Projection::from_weight(var(&[size_out, size_in])?.as_tensor().clone());
-        let x = if size_in == ffn { &inner } else { &hidden };
-        part(name, count * layers, &|| matrix.forward(x))?;
-    }
+    let projection = |size_out: usize, size_in: usize| -> Result<Projection> {
+        let weight = var(&[size_out, size_in])?;
+        Ok(Projection::from_weight(weight.as_tensor().clone()))
+    };
+    let q_proj = projection(hidden_size, hidden_size)?;
+    part("q_proj, o_proj", 2 * layers, &|| q_proj.forward(&hidden))?;
+    let k_proj = projection(kv_size, hidden_size)?;
+    part("k_proj, v_proj", 2 * layers, &|| k_proj.forward(&hidden))?;
+    let (gate_proj, up_proj) = (projection(ffn, hidden_size)?, projection(ffn, hidden_size)?);
+    part("gate, up and swiglu", layers, &|| {
+        gated(&gate_proj, &up_proj, &hidden)
+    })?;
+    let down_proj = projection(hidden_size, ffn)?;
+    part("down_proj", layers, &|| down_proj.forward(&inner))?;
     let lm_head = Projection::from_weight(table.as_tensor().clone());
     part("lm_head", 1, &|| lm_head.forward(&hidden))?;
     drop((q, k, v, inner));

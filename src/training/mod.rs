@@ -2,20 +2,23 @@
 //! where candle's differentiable operations are chains of them.
 //!
 //! ```text
-//! rms_norm       x / sqrt(mean(x^2) + eps) * weight
-//! rope           rotary positions on (batch, seqlen, num_heads, head_dim)
-//! swiglu         silu(gate) * up
-//! linear         x · weightᵀ
-//! embedding      rows of a table
-//! cross_entropy  mean of lse - logits[target]
+//! rms_norm           x / sqrt(mean(x^2) + eps) * weight
+//! rope               rotary positions on (batch, seqlen, num_heads, head_dim)
+//! linear             x · weightᵀ
+//! linear_to_heads    the same, to (batch, seqlen, num_heads, head_dim)
+//! linear_from_heads  the same, from there
+//! swiglu             silu(gate) * up
+//! swiglu_linear      silu(x · gate_weightᵀ) * (x · up_weightᵀ)
+//! embedding          rows of a table
+//! cross_entropy      mean of lse - logits[target]
 //! ```
 //!
 //! After the backward come the gradients of a whole model and the weights, in place and one pass over memory each:
 //!
 //! ```text
-//! add_grad       sum += grad, over micro-batches
-//! grad_norm      of all gradients as one vector, to clip by
-//! adamw_step     moments, F32 master and its rounded copy at once
+//! add_grad           sum += grad, over micro-batches
+//! grad_norm          of all gradients as one vector, to clip by
+//! adamw_step         moments, F32 master and its rounded copy at once
 //! ```
 //!
 //! # Conventions
@@ -71,6 +74,7 @@ mod linear;
 mod rms_norm;
 pub(crate) mod rope;
 mod swiglu;
+mod swiglu_linear;
 
 use std::sync::OnceLock;
 
@@ -80,10 +84,11 @@ pub use adamw::{AdamWOptions, AdamWState, adamw_step};
 pub use cross_entropy::cross_entropy;
 pub use embedding::embedding;
 pub use grads::{add_grad, grad_norm};
-pub use linear::linear;
+pub use linear::{linear, linear_from_heads, linear_to_heads};
 pub use rms_norm::rms_norm;
 pub use rope::rope;
 pub use swiglu::swiglu;
+pub use swiglu_linear::swiglu_linear;
 
 /// What the forward of an op leaves for its backward. Each call makes an op of its own, so it is filled once.
 #[derive(Default)]

@@ -4,7 +4,9 @@
 use std::f32::consts::PI;
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_flash_gqa::training::{linear, rms_norm};
+use candle_flash_gqa::training::{
+    linear, linear_from_heads, linear_to_heads, rms_norm, swiglu, swiglu_linear,
+};
 use candle_nn::VarBuilder;
 use candle_transformers::models::llama::{Config, Llama3RopeConfig, Llama3RopeType};
 
@@ -40,6 +42,32 @@ impl Projection {
             None => Ok(out),
             Some((lora_a, lora_b)) => out + linear(&linear(x, lora_a)?, lora_b)?,
         }
+    }
+
+    /// `(.., in)` to `(.., out / head_dim, head_dim)`.
+    pub fn forward_to_heads(&self, x: &Tensor, head_dim: usize) -> Result<Tensor> {
+        let out = linear_to_heads(x, &self.weight, head_dim)?;
+        match &self.adapter {
+            None => Ok(out),
+            Some((lora_a, lora_b)) => out + linear_to_heads(&linear(x, lora_a)?, lora_b, head_dim)?,
+        }
+    }
+
+    /// `(.., in / head_dim, head_dim)` to `(.., out)`.
+    pub fn forward_from_heads(&self, x: &Tensor) -> Result<Tensor> {
+        let out = linear_from_heads(x, &self.weight)?;
+        match &self.adapter {
+            None => Ok(out),
+            Some((lora_a, lora_b)) => out + linear(&linear_from_heads(x, lora_a)?, lora_b)?,
+        }
+    }
+}
+
+/// SwiGLU of two projections, one op unless there is an adapter.
+pub fn gated(gate: &Projection, up: &Projection, x: &Tensor) -> Result<Tensor> {
+    match (&gate.adapter, &up.adapter) {
+        (None, None) => swiglu_linear(x, &gate.weight, &up.weight),
+        _ => swiglu(&gate.forward(x)?, &up.forward(x)?),
     }
 }
 

@@ -14,13 +14,13 @@ pub mod layers;
 use std::collections::HashMap;
 
 use candle_core::{Result, Tensor};
-use candle_flash_gqa::training::{embedding, rope, swiglu};
+use candle_flash_gqa::training::{embedding, rope};
 use candle_nn::VarBuilder;
 use candle_transformers::models::llama::Config;
 
 pub use attention::Attention;
 pub use cache::KvCache;
-use layers::{Projection, RmsNorm, Rotary, widen};
+use layers::{Projection, RmsNorm, Rotary, gated, widen};
 
 /// A decoder-only transformer whose attention is chosen by [`Attention`].
 pub struct Llama {
@@ -196,9 +196,8 @@ impl Block {
         let normed = self.input_norm.forward(hidden)?;
         let hidden = (hidden + self.attend(&normed, context, cache)?)?;
         let normed = self.mlp_norm.forward(&hidden)?;
-        let gate = self.gate_proj.forward(&normed)?;
-        let up = self.up_proj.forward(&normed)?;
-        hidden + self.down_proj.forward(&swiglu(&gate, &up)?)?
+        let inner = gated(&self.gate_proj, &self.up_proj, &normed)?;
+        hidden + self.down_proj.forward(&inner)?
     }
 
     /// Self-attention of the new tokens over the cached ones and themselves.
@@ -208,12 +207,9 @@ impl Block {
         context: &Context,
         cache: Option<(&mut KvCache, usize)>,
     ) -> Result<Tensor> {
-        let (batch, seqlen, _) = normed.dims3()?;
-        // The number of heads follows from the size of the projection.
-        let heads = (batch, seqlen, (), self.head_dim);
-        let q = self.q_proj.forward(normed)?.reshape(heads)?;
-        let k = self.k_proj.forward(normed)?.reshape(heads)?;
-        let v = self.v_proj.forward(normed)?.reshape(heads)?;
+        let q = self.q_proj.forward_to_heads(normed, self.head_dim)?;
+        let k = self.k_proj.forward_to_heads(normed, self.head_dim)?;
+        let v = self.v_proj.forward_to_heads(normed, self.head_dim)?;
 
         let q = rope(&q, &context.cos, &context.sin)?;
         let k = rope(&k, &context.cos, &context.sin)?;
@@ -224,6 +220,6 @@ impl Block {
         let out = context
             .attention
             .forward(&q, &k, &v, context.mask.as_ref())?;
-        self.o_proj.forward(&out.flatten_from(2)?)
+        self.o_proj.forward_from_heads(&out)
     }
 }

@@ -25,7 +25,7 @@ fn add_typed<E: Element<Acc: Element>>(
         .zip(grad.par_chunks(PIECE))
         .for_each(|(sum, grad)| {
             for (sum, grad) in sum.iter_mut().zip(grad) {
-                *sum = *sum + grad.to_acc();
+                *sum += grad.to_acc();
             }
         });
     Ok(())

@@ -73,7 +73,7 @@ fn numbers_mut<'a, T: WithDType + Pod>(
 }
 
 /// A contiguous tensor.
-fn tensor(storage: CpuStorage, shape: impl Into<Shape>) -> Tensor {
+pub(crate) fn tensor(storage: CpuStorage, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(Storage::Cpu(storage), shape, BackpropOp::none(), false)
 }
 

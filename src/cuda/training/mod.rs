@@ -133,7 +133,7 @@ unsafe fn uninit(device: &CudaDevice, len: usize, dtype: DType) -> Result<CudaSt
 }
 
 /// A contiguous tensor of what a kernel has written.
-fn tensor(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
+pub(crate) fn tensor(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
 }
 

@@ -8,12 +8,15 @@ use super::ops;
 use crate::support::compare::identical;
 
 /// Large enough, all of them, to be worth several threads and blocks.
-fn cases(dtype: DType, device: &Device) -> Result<[Case; 6]> {
+fn cases(dtype: DType, device: &Device) -> Result<[Case; 9]> {
     Ok([
         ops::rms_norm(&[700, 328], dtype, device)?,
         ops::rope([2, 200, 6, 64], false, dtype, device)?,
         ops::swiglu(&[300, 129], dtype, device)?,
         ops::linear(&[3, 50, 96], 72, dtype, device)?,
+        ops::linear_to_heads(&[3, 50, 96], 12, dtype, device)?,
+        ops::linear_from_heads(&[3, 50, 6, 16], 72, dtype, device)?,
+        ops::swiglu_linear(&[3, 50, 96], 72, dtype, device)?,
         ops::embedding([90, 136], &[3000], dtype, device)?,
         ops::cross_entropy(&[1500, 200], dtype, device)?,
     ])

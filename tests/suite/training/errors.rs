@@ -83,6 +83,33 @@ fn shapes_that_do_not_match() -> Result<()> {
         refused(linear(&f(&[])?, &f(&[3, 4])?), &["linear: x", "(4)", "[]"])?;
 
         refused(
+            linear_to_heads(&f(&[2, 3])?, &f(&[8, 3])?, 5),
+            &["linear_to_heads: weight", "head_dim 5", "8"],
+        )?;
+        refused(
+            linear_to_heads(&f(&[2, 3])?, &f(&[8, 3])?, 0),
+            &["linear_to_heads: weight", "head_dim 0"],
+        )?;
+        refused(
+            linear_to_heads(&f(&[2, 3])?, &f(&[8, 4])?, 4),
+            &["linear_to_heads: x", "(4)", "[2, 3]"],
+        )?;
+        for wrong in [&[5, 24][..], &[24], &[5, 3, 4]] {
+            refused(
+                linear_from_heads(&f(wrong)?, &f(&[8, 24])?),
+                &["linear_from_heads: x", "(24)", &format!("{wrong:?}")],
+            )?;
+        }
+        refused(
+            swiglu_linear(&f(&[2, 3])?, &f(&[8, 3])?, &f(&[7, 3])?),
+            &["gate_weight and up_weight", "[8, 3]", "[7, 3]"],
+        )?;
+        refused(
+            swiglu_linear(&f(&[2, 3])?, &f(&[8, 4])?, &f(&[8, 4])?),
+            &["swiglu_linear: x", "(4)", "[2, 3]"],
+        )?;
+
+        refused(
             embedding(&f(&[7])?, &u(&[2])?),
             &["embedding: weight", "[7]"],
         )?;
@@ -124,6 +151,8 @@ fn dtypes_that_differ_or_have_no_kernel() -> Result<()> {
         refused(rms_norm(&x, &zeros(&[8], narrow)?, 1e-5), &both)?;
         refused(swiglu(&x, &zeros(&[2, 8], narrow)?), &both)?;
         refused(linear(&x, &zeros(&[3, 8], narrow)?), &both)?;
+        let (gate, up) = (zeros(&[3, 8], wide)?, zeros(&[3, 8], narrow)?);
+        refused(swiglu_linear(&x, &gate, &up), &both)?;
         let q = zeros(&[1, 2, 1, 8], wide)?;
         refused(
             rope(&q, &zeros(&[2, 4], narrow)?, &zeros(&[2, 4], wide)?),

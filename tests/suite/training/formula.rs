@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::case::{Case, dout, for_each_dtype};
 use super::ops;
-use crate::support::compare::{close, close_to};
+use crate::support::compare::{close, close_to, identical};
 use crate::support::tensors::{from_host, host};
 
 fn check(case: Case) -> Result<()> {
@@ -73,6 +73,55 @@ fn linear_equals_the_formula() -> Result<()> {
             (&[1, 1, 24], 16),
         ] {
             check(ops::linear(dims, size_out, dtype, device)?)?;
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn linear_to_and_from_heads_equals_the_formula() -> Result<()> {
+    for_each_dtype(|device, dtype| {
+        for (dims, heads) in [(&[8][..], 1), (&[1, 1], 3), (&[5, 16], 2), (&[2, 7, 9], 4)] {
+            check(ops::linear_to_heads(dims, heads, dtype, device)?)?;
+        }
+        for (dims, size_out) in [
+            (&[1, 1][..], 1),
+            (&[2, 8], 3),
+            (&[5, 3, 4], 8),
+            (&[2, 7, 3, 16], 24),
+        ] {
+            check(ops::linear_from_heads(dims, size_out, dtype, device)?)?;
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn swiglu_linear_equals_the_formula() -> Result<()> {
+    for_each_dtype(|device, dtype| {
+        for (dims, size_out) in [
+            (&[8][..], 3),
+            (&[1, 1], 1),
+            (&[5, 16], 8),
+            (&[2, 70, 9], 130),
+        ] {
+            check(ops::swiglu_linear(dims, size_out, dtype, device)?)?;
+        }
+        Ok(())
+    })
+}
+
+/// One node of the graph in place of three.
+#[test]
+fn swiglu_linear_is_swiglu_of_linears_to_the_bit() -> Result<()> {
+    use candle_flash_gqa::training::*;
+    for_each_dtype(|device, dtype| {
+        let case = ops::swiglu_linear(&[2, 33, 24], 40, dtype, device)?;
+        let mut apart = case.clone();
+        apart.op.fused = |x, _| swiglu(&linear(&x[0], &x[1])?, &linear(&x[0], &x[2])?);
+        let (ours, expected) = (case.passes()?, apart.passes()?);
+        for ((name, ours), (_, expected)) in ours.named().zip(expected.named()) {
+            identical(&name, ours, expected)?;
         }
         Ok(())
     })

@@ -194,6 +194,18 @@ fn no_rows_give_no_rows() -> Result<()> {
                 &[0, 3, 2, 8],
             ),
             (empty(ops::linear(&[2, 8], 5, dtype, device)?)?, &[0, 5]),
+            (
+                empty(ops::linear_to_heads(&[2, 8], 3, dtype, device)?)?,
+                &[0, 3, 6],
+            ),
+            (
+                empty(ops::linear_from_heads(&[2, 3, 4], 5, dtype, device)?)?,
+                &[0, 5],
+            ),
+            (
+                empty(ops::swiglu_linear(&[2, 8], 5, dtype, device)?)?,
+                &[0, 5],
+            ),
             (swiglu, &[0, 3]),
             (embedding, &[0, 6, 8]),
         ] {

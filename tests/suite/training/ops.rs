@@ -17,6 +17,9 @@ pub struct Op {
 
 pub const EPS: f32 = 1e-5;
 
+/// Of [`linear_to_heads`].
+const HEAD_DIM: usize = 6;
+
 pub const RMS_NORM: Op = Op {
     name: "rms_norm",
     fused: |x, _| training::rms_norm(&x[0], &x[1], EPS),
@@ -60,6 +63,33 @@ pub const LINEAR: Op = Op {
         let rows = dims[..last].iter().product::<usize>();
         let out = x[0].reshape((rows, size_in))?.matmul(&x[1].t()?)?;
         out.reshape(dims)
+    },
+};
+
+pub const LINEAR_TO_HEADS: Op = Op {
+    name: "linear_to_heads",
+    fused: |x, _| training::linear_to_heads(&x[0], &x[1], HEAD_DIM),
+    plain: |x, _| {
+        let out = (LINEAR.plain)(x, &[])?;
+        let mut dims = x[0].dims().to_vec();
+        dims.pop();
+        dims.extend([x[1].dim(0)? / HEAD_DIM, HEAD_DIM]);
+        out.reshape(dims)
+    },
+};
+
+pub const LINEAR_FROM_HEADS: Op = Op {
+    name: "linear_from_heads",
+    fused: |x, _| training::linear_from_heads(&x[0], &x[1]),
+    plain: |x, _| (LINEAR.plain)(&[x[0].flatten_from(D::Minus2)?, x[1].clone()], &[]),
+};
+
+pub const SWIGLU_LINEAR: Op = Op {
+    name: "swiglu_linear",
+    fused: |x, _| training::swiglu_linear(&x[0], &x[1], &x[2]),
+    plain: |x, _| {
+        let project = |weight: usize| (LINEAR.plain)(&[x[0].clone(), x[weight].clone()], &[]);
+        project(1)?.silu()? * project(2)?
     },
 };
 
@@ -139,6 +169,51 @@ pub fn linear(dims: &[usize], size_out: usize, dtype: DType, device: &Device) ->
     })
 }
 
+/// A matrix on `dims` to heads.
+pub fn linear_to_heads(
+    dims: &[usize],
+    heads: usize,
+    dtype: DType,
+    device: &Device,
+) -> Result<Case> {
+    Ok(Case {
+        op: LINEAR_TO_HEADS,
+        ..linear(dims, heads * HEAD_DIM, dtype, device)?
+    })
+}
+
+/// A matrix on heads of `dims`.
+pub fn linear_from_heads(
+    dims: &[usize],
+    size_out: usize,
+    dtype: DType,
+    device: &Device,
+) -> Result<Case> {
+    let size_in = dims[dims.len() - 2] * dims[dims.len() - 1];
+    Ok(Case {
+        op: LINEAR_FROM_HEADS,
+        operands: vec![
+            normal(dims, 1., dtype, device, 1)?,
+            normal(&[size_out, size_in], 0.2, dtype, device, 2)?,
+        ],
+        constants: vec![],
+    })
+}
+
+/// SwiGLU of two matrices on `dims`.
+pub fn swiglu_linear(
+    dims: &[usize],
+    size_out: usize,
+    dtype: DType,
+    device: &Device,
+) -> Result<Case> {
+    let mut case = linear(dims, size_out, dtype, device)?;
+    let up = normal(case.operands[1].dims(), 0.2, dtype, device, 3)?;
+    case.operands.push(up);
+    case.op = SWIGLU_LINEAR;
+    Ok(case)
+}
+
 /// Rows of a table `(vocab_size, cols)` for ids of shape `dims`, some of which occur often and some never.
 pub fn embedding(
     [vocab_size, cols]: [usize; 2],
@@ -170,12 +245,15 @@ pub fn cross_entropy(dims: &[usize], dtype: DType, device: &Device) -> Result<Ca
 }
 
 /// A small case of each op.
-pub fn all(dtype: DType, device: &Device) -> Result<[Case; 6]> {
+pub fn all(dtype: DType, device: &Device) -> Result<[Case; 9]> {
     Ok([
         rms_norm(&[2, 3, 8], dtype, device)?,
         rope([2, 3, 2, 8], false, dtype, device)?,
         swiglu(&[2, 3, 8], dtype, device)?,
         linear(&[2, 3, 8], 5, dtype, device)?,
+        linear_to_heads(&[2, 3, 8], 2, dtype, device)?,
+        linear_from_heads(&[2, 3, 2, 4], 5, dtype, device)?,
+        swiglu_linear(&[2, 3, 8], 5, dtype, device)?,
         embedding([7, 8], &[2, 6], dtype, device)?,
         cross_entropy(&[2, 3, 9], dtype, device)?,
     ])
