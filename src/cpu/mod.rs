@@ -151,7 +151,7 @@ fn backward_typed<E: Element>(
     ])
 }
 
-fn cpu_storage(storage: &Storage) -> Result<&CpuStorage> {
+pub(crate) fn cpu_storage(storage: &Storage) -> Result<&CpuStorage> {
     match storage {
         Storage::Cpu(storage) => Ok(storage),
         other => bail!(

@@ -199,7 +199,7 @@ macro_rules! slopes_pointer {
 }
 use slopes_pointer;
 
-fn cuda_storage(storage: &Storage) -> Result<&CudaStorage> {
+pub(crate) fn cuda_storage(storage: &Storage) -> Result<&CudaStorage> {
     match storage {
         Storage::Cuda(storage) => Ok(storage),
         other => bail!(

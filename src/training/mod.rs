@@ -21,6 +21,8 @@
 //! adamw_step         moments, F32 master and its rounded copy at once
 //! ```
 //!
+//! Where memory is short, [`Recompute`] runs a part of a model without keeping its activations.
+//!
 //! # Conventions
 //!
 //! * They are differentiable in every operand that is not said to be a constant, on the CPU and on CUDA
@@ -71,6 +73,7 @@ mod embedding;
 mod grads;
 mod in_place;
 mod linear;
+mod recompute;
 mod rms_norm;
 pub(crate) mod rope;
 mod swiglu;
@@ -85,6 +88,7 @@ pub use cross_entropy::cross_entropy;
 pub use embedding::embedding;
 pub use grads::{add_grad, grad_norm};
 pub use linear::{linear, linear_from_heads, linear_to_heads};
+pub use recompute::Recompute;
 pub use rms_norm::rms_norm;
 pub use rope::rope;
 pub use swiglu::swiglu;

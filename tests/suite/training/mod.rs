@@ -5,6 +5,7 @@
 //! * [`layouts`]: views, offsets and gradients of any layout;
 //! * [`values`]: large and small numbers, infinities, long sums, indices out of range;
 //! * [`determinism`]: the same bits; [`errors`]: what is refused;
+//! * [`recompute`]: activations that are not kept;
 //! * [`update`]: sums of gradients, their norm, AdamW.
 
 mod case;
@@ -13,5 +14,6 @@ mod errors;
 mod formula;
 mod layouts;
 mod ops;
+mod recompute;
 mod update;
 mod values;
