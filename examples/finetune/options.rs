@@ -61,6 +61,11 @@ pub struct Options {
     #[serde(default = "one")]
     pub accumulate: usize,
 
+    /// Keep each block's input alone for the backward and compute its inside again: less memory, more time
+    #[arg(long)]
+    #[serde(default)]
+    pub recompute: bool,
+
     /// Optimiser steps
     #[arg(long, default_value_t = 30, value_parser = at_least_one, allow_negative_numbers = true)]
     pub steps: usize,

@@ -61,9 +61,13 @@ impl Trainer {
             }
             None => Weights::all(weights, dtype, device)?,
         };
+        let model = weights.model(config, attention)?;
         Ok(Self {
             options: options.clone(),
-            model: weights.model(config, attention)?,
+            model: match options.recompute {
+                true => model.with_recomputation(),
+                false => model,
+            },
             measured: weights.untracked(config, attention)?,
             optimizer: AdamW::new(weights.parameters(), options.weight_decay)?,
             weights,
@@ -79,7 +83,7 @@ impl Trainer {
         for micro_batch in 0..self.options.accumulate {
             let (input, target) = self.batches.train(self.step, micro_batch)?;
             let loss = next_token_loss(&self.model, &input, &target)?;
-            gradients.add(loss, self.weights.parameters().vars())?;
+            gradients.add(&self.model, loss, self.weights.parameters().vars())?;
         }
         let (loss, gradient_norm) = gradients.loss_and_norm()?;
         let step = Step {

@@ -105,7 +105,7 @@ fn time(
     if let Some(memory) = memory {
         memory.start_peak()?;
     }
-    let mut step = Step::new(&config, attention, device)?;
+    let mut step = Step::new(&config, attention, args.recompute, device)?;
     let tokens = random_tokens(&config, batch, seqlen, device)?;
     let inputs = vec![tokens; micro_batches];
     step.take(&inputs)?;

@@ -68,6 +68,10 @@ pub struct Args {
     #[arg(long, default_value_t = 16384, value_parser = at_least_one)]
     micro_tokens: usize,
 
+    /// Keep each block's input alone for the backward and compute its inside again
+    #[arg(long)]
+    recompute: bool,
+
     /// Steps that are timed, after one that is not
     #[arg(long, default_value_t = 4, value_parser = at_least_one)]
     steps: usize,

@@ -49,7 +49,7 @@ pub fn run(
         device,
         repeats: args.steps,
     };
-    let mut step = Step::new(&config, attention, device)?;
+    let mut step = Step::new(&config, attention, args.recompute, device)?;
     let tokens = random_tokens(&config, batch, seqlen, device)?;
     let phases = phases(&mut step, &tokens, &bench)?;
     let dtype = step.parameters.vars()["model.norm.weight"].dtype();
@@ -129,7 +129,8 @@ fn phases(step: &mut Step, tokens: &Tensor, bench: &Bench) -> Result<[(&'static 
     for repeat in 0..=bench.repeats {
         let mut gradients = Gradients::default();
         let (forward, loss) = bench.once(|| step.loss(tokens))?;
-        let (backward, ()) = bench.once(|| Ok(gradients.add(loss, step.parameters.vars())?))?;
+        let (backward, ()) =
+            bench.once(|| Ok(gradients.add(&step.model, loss, step.parameters.vars())?))?;
         let (update, _) = bench.once(|| step.update(&gradients))?;
         // The first is a warm-up.
         if repeat > 0 {

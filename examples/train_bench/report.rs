@@ -11,6 +11,7 @@ use crate::profile::Profile;
 
 pub struct Report {
     json: bool,
+    recompute: bool,
     peak: f64,
 }
 
@@ -18,6 +19,7 @@ impl Report {
     pub fn new(args: &Args) -> Self {
         Self {
             json: args.json,
+            recompute: args.recompute,
             peak: args.peak,
         }
     }
@@ -69,6 +71,7 @@ impl Report {
                 "model": model,
                 "attention": attention,
                 "seqlen": row.seqlen,
+                "recompute": self.recompute,
                 "batch": figures.batch,
                 "micro_batches": figures.micro_batches,
                 "seconds_per_step": figures.seconds_per_step,

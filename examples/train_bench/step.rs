@@ -20,7 +20,12 @@ pub struct Step {
 
 impl Step {
     /// Draws the weights on the device, on a GPU the same on every run. BF16 on a GPU, F32 on the CPU.
-    pub fn new(config: &Config, attention: Attention, device: &Device) -> Result<Self> {
+    pub fn new(
+        config: &Config,
+        attention: Attention,
+        recompute: bool,
+        device: &Device,
+    ) -> Result<Self> {
         let dtype = match device {
             Device::Cpu => DType::F32,
             _ => DType::BF16,
@@ -39,8 +44,12 @@ impl Step {
         let parameters = Parameters::new(weights, dtype)?;
         let tensors = parameters.vars().iter();
         let tensors = tensors.map(|(name, var)| (name.clone(), var.as_tensor().clone()));
+        let model = Llama::new(tensors.collect(), config, attention)?;
         Ok(Self {
-            model: Llama::new(tensors.collect(), config, attention)?,
+            model: match recompute {
+                true => model.with_recomputation(),
+                false => model,
+            },
             optimizer: AdamW::new(&parameters, 0.1)?,
             parameters,
             steps: 0,
@@ -80,7 +89,7 @@ impl Step {
     pub fn take(&mut self, micro_batches: &[Tensor]) -> Result<f32> {
         let mut gradients = Gradients::default();
         for tokens in micro_batches {
-            gradients.add(self.loss(tokens)?, self.parameters.vars())?;
+            gradients.add(&self.model, self.loss(tokens)?, self.parameters.vars())?;
         }
         self.update(&gradients)
     }

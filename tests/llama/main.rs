@@ -14,6 +14,7 @@ mod gradients;
 mod logits;
 mod made_up;
 #[path = "../../examples/common/model/mod.rs"]
+#[expect(dead_code, reason = "optimiser steps are another test")]
 mod model;
 mod shipped;
 mod smollm2;

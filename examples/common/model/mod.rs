@@ -12,9 +12,11 @@ mod cache;
 pub mod layers;
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
+use candle_core::backprop::GradStore;
 use candle_core::{Result, Tensor};
-use candle_flash_gqa::training::{embedding, rope};
+use candle_flash_gqa::training::{Recompute, embedding, rope};
 use candle_nn::VarBuilder;
 use candle_transformers::models::llama::Config;
 
@@ -25,11 +27,13 @@ use layers::{Projection, RmsNorm, Rotary, gated, widen};
 /// A decoder-only transformer whose attention is chosen by [`Attention`].
 pub struct Llama {
     embed: Tensor, // (vocab_size, hidden_size)
-    blocks: Vec<Block>,
+    blocks: Vec<Arc<Block>>,
     norm: RmsNorm,
     lm_head: Projection,
     rotary: Rotary,
     attention: Attention,
+    /// Where there is one, blocks keep no activations for the backward.
+    recompute: Option<Recompute>,
 }
 
 impl Llama {
@@ -59,7 +63,7 @@ impl Llama {
             Projection::load(config.vocab_size, config.hidden_size, vb.pp("lm_head"))?
         };
         let blocks = (0..config.num_hidden_layers)
-            .map(|layer| Block::load(vb.pp(format!("model.layers.{layer}")), config))
+            .map(|layer| Block::load(vb.pp(format!("model.layers.{layer}")), config).map(Arc::new))
             .collect::<Result<_>>()?;
         Ok(Self {
             embed,
@@ -68,7 +72,14 @@ impl Llama {
             lm_head,
             rotary: Rotary::new(config, vb.dtype(), vb.device())?,
             attention,
+            recompute: None,
         })
+    }
+
+    /// The same model, whose backward computes the activations of each block again: it keeps their inputs alone.
+    pub fn with_recomputation(mut self) -> Self {
+        self.recompute = Some(Recompute::default());
+        self
     }
 
     /// Runs all blocks and the last norm.
@@ -85,16 +96,22 @@ impl Llama {
         let seqlen = tokens.dim(1)?;
         let position = cache.as_ref().map_or(0, |cache| cache.len());
         let (cos, sin) = self.rotary.at(position, seqlen)?;
-        let context = Context {
+        let context = Arc::new(Context {
             cos,
             sin,
             mask: self.attention.mask(seqlen, position, tokens.device())?,
             attention: self.attention,
-        };
+        });
         let mut hidden = embedding(&self.embed, tokens)?;
         for (layer, block) in self.blocks.iter().enumerate() {
             let cache = cache.as_deref_mut().map(|cache| (cache, layer));
-            hidden = block.forward(&hidden, &context, cache)?;
+            hidden = match (&self.recompute, cache) {
+                (Some(recompute), None) => {
+                    let (block, context) = (block.clone(), context.clone());
+                    recompute.run(&hidden, move |hidden| block.forward(hidden, &context, None))?
+                }
+                (_, cache) => block.forward(&hidden, &context, cache)?,
+            };
         }
         if let Some(cache) = cache {
             cache.advance(seqlen);
@@ -105,6 +122,14 @@ impl Llama {
     /// Multiplies hidden states with the output embedding, `(.., hidden_size)` to `(.., vocab_size)`.
     pub fn output(&self, hidden: &Tensor) -> Result<Tensor> {
         self.lm_head.forward(hidden)
+    }
+
+    /// Runs backward from a loss of this model.
+    pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
+        match &self.recompute {
+            Some(recompute) => recompute.backward(loss),
+            None => loss.backward(),
+        }
     }
 
     /// [`Llama::output`], at least F32.

@@ -6,6 +6,8 @@ use std::collections::btree_map::Entry;
 use candle_core::{DType, Result, Tensor, Var};
 use candle_flash_gqa::training::{add_grad, grad_norm};
 
+use crate::model::Llama;
+
 /// Sums over micro-batches of the gradients of each variable, by name.
 ///
 /// A single micro-batch's gradients stay in the type that they came in; from the second on the sums are F32.
@@ -16,10 +18,10 @@ pub struct Gradients {
 }
 
 impl Gradients {
-    /// Runs backward from the loss of one micro-batch. Takes the loss, so that its graph, and with it every
+    /// Runs backward from a model's loss of one micro-batch. Takes the loss, so that its graph, and with it every
     /// activation, is freed before the sums are made.
-    pub fn add(&mut self, loss: Tensor, vars: &BTreeMap<String, Var>) -> Result<()> {
-        let mut grads = loss.backward()?;
+    pub fn add(&mut self, model: &Llama, loss: Tensor, vars: &BTreeMap<String, Var>) -> Result<()> {
+        let mut grads = model.backward(&loss)?;
         self.losses.push(loss.detach());
         drop(loss);
         for (name, var) in vars {
