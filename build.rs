@@ -28,6 +28,8 @@ mod cuda {
         file: &'static str,
         name: &'static str,
         defines: Vec<&'static str>,
+        /// Of the oldest GPU that it is for, as in `sm_80`.
+        compute_cap: usize,
     }
 
     fn units() -> Vec<Unit> {
@@ -49,18 +51,27 @@ mod cuda {
                 file,
                 name,
                 defines: Vec::new(),
+                compute_cap: 80,
             });
         }
         macro_rules! add {
             ($($file:literal, $symbol:ident, $head_dim:literal, $shared_kib:literal, $modes:ident;)*) => {
-                $(units.push(Unit {
-                    file: $file,
-                    name: stringify!($symbol),
-                    defines: vec![
+                $({
+                    let mut defines = vec![
                         concat!("-DHEAD_DIM=", $head_dim),
                         concat!("-DSHARED_KIB=", $shared_kib),
-                    ],
-                });)*
+                    ];
+                    if stringify!($modes) == "Plain" {
+                        defines.push("-DPLAIN_ONLY");
+                    }
+                    units.push(Unit {
+                        file: $file,
+                        name: stringify!($symbol),
+                        defines,
+                        // No GPU of 8.x has more than 163 KiB for a block.
+                        compute_cap: if $shared_kib > 163 { 90 } else { 80 },
+                    });
+                })*
             };
         }
         instances!(add, add);
@@ -148,14 +159,16 @@ mod cuda {
             panic!("{}: {error}", folder.display());
         }
         let mut builder = bindgen_cuda::Builder::default()
-            .compute_cap(80)
+            .compute_cap(unit.compute_cap)
             .kernel_paths(vec![Path::new("kernels").join(unit.file)])
             .watch(headers.to_vec())
             .out_dir(folder)
             .arg("-std=c++17")
-            .arg("-O3")
-            // sm_80 code and PTX are what compute_cap(80) asks for; the driver would translate PTX for Hopper.
-            .arg("-gencode=arch=compute_90,code=sm_90");
+            .arg("-O3");
+        if unit.compute_cap < 90 {
+            // compute_cap asks for its own code and for PTX, which the driver would translate for Hopper.
+            builder = builder.arg("-gencode=arch=compute_90,code=sm_90");
+        }
         if !cfg!(target_env = "msvc") {
             builder = builder.arg("-Xcompiler").arg("-fPIC");
         }

@@ -33,11 +33,16 @@ inline cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads, i
   return cudaGetLastError();
 }
 
-// The instance of a kernel template for a problem's element type and score mode.
+// The instance of a kernel template for a problem's element type and score mode. PLAIN_ONLY: an instance that is
+// chosen for ScoreMode::PLAIN alone (src/cuda/instances.rs).
+#ifdef PLAIN_ONLY
+#define KERNEL_FOR_MODE_(kernel, Element, mode) kernel<Element, ScoreMode::PLAIN>
+#else
 #define KERNEL_FOR_MODE_(kernel, Element, mode)                   \
   ((mode) == ScoreMode::PLAIN    ? kernel<Element, ScoreMode::PLAIN>  \
    : (mode) == ScoreMode::LINEAR ? kernel<Element, ScoreMode::LINEAR> \
                                  : kernel<Element, ScoreMode::SOFTCAP>)
+#endif
 #define KERNEL_FOR(kernel, problem)                                                               \
   ((problem).element == ELEMENT_F16 ? KERNEL_FOR_MODE_(kernel, F16, score_mode(problem)) \
                                     : KERNEL_FOR_MODE_(kernel, Bf16, score_mode(problem)))

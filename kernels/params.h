@@ -34,6 +34,7 @@ struct AttnProblem {
   int32_t window_right;  // keys visible right of the diagonal; MAX_WINDOW: all
   float softmax_scale;
   float softcap;           // 0: off
+  float tanh_scale;        // softmax_scale / softcap
   int32_t heads_together;  // (batch, head) pairs that are worked on at the same time, for L2
   ElementType element;
 };

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints registers and stack of every compiled kernel, and fails on a spill beyond a few addresses.
+"""Prints registers and stack of every compiled kernel, and fails if one spills.
 
 usage: kernel-report.py OUT_DIR     the output folder of the crate's build script
 Needs cuobjdump on PATH.
@@ -8,10 +8,6 @@ import pathlib
 import re
 import subprocess
 import sys
-
-# Bytes of addresses that a few kernels at the limit of 255 registers keep on the stack, and read again once a
-# tile. Computing them again instead was slower by 5 to 10 %.
-ALLOWED_STACK = 80
 
 # Element types in the names of C++.
 ELEMENTS = {"4Bf16": "bf16", "3F16": "f16", "3F32": "f32"}
@@ -37,7 +33,7 @@ for path in objects:
             mode = ["plain", "linear", "softcap"][int(modes.group(1))] if modes else ""
             print(f"{path.parent.name:36} {arch:6} {element:4} {mode:8} {registers:4} registers, stack {stack}")
             kernels += 1
-            if stack > ALLOWED_STACK or local:
+            if stack or local:
                 spilled.append(f"{path.parent.name} {arch} {element} {mode}: stack {stack}, local {local}")
 size = sum(path.stat().st_size for path in out.glob("libflash_*.a"))
 seconds = (out / "seconds").read_text().strip()

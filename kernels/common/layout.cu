@@ -11,6 +11,7 @@ extern "C" void flash_layout(size_t* sizes) {
       offsetof(AttnProblem, q_strides),
       offsetof(AttnProblem, batch),
       offsetof(AttnProblem, softmax_scale),
+      offsetof(AttnProblem, tanh_scale),
       offsetof(AttnProblem, element),
       sizeof(FwdParams),
       offsetof(FwdParams, lse),

@@ -30,37 +30,34 @@ __device__ __forceinline__ float fast_tanh(float x) {
   return 1.f - __fdividef(2.f, 1.f + ptx::exp2(x * (2.f * LOG2_E)));
 }
 
-// What happens to q·k before the softmax, in base 2.
+// What happens to q·k before the softmax, which computes 2^(score * factor - max * factor).
 //
-// The softmax computes 2^(score * factor - max * factor). In the plain case the scores stay as the
-// product left them and `factor` is all: one multiply-add a score. That needs a factor above zero, so
-// that the largest score stays the largest and that -inf * factor is -inf.
+// In the plain case the scores stay as the product left them and `factor` is all: one multiply-add a score.
+// That needs a factor above zero, so that the largest score stays the largest and that -inf * factor is -inf.
+// The numbers of the other cases are read from the parameters at each use: they cost no registers there.
 template <ScoreMode MODE>
 struct ScoreTransform {
+  const AttnProblem& p;
   float factor;
-  float scale;    // of q·k: to the argument of tanh with softcap, else to base 2
-  float softcap;  // in base 2
-  float slope;    // of alibi, in base 2
+  float slope;  // of alibi
 
-  __device__ ScoreTransform(const AttnProblem& p, int batch, int head) {
-    const float scale_log2 = p.softmax_scale * LOG2_E;
-    factor = MODE == ScoreMode::PLAIN ? scale_log2 : 1.f;
+  __device__ ScoreTransform(const AttnProblem& p, int batch, int head) : p(p) {
+    factor = MODE == ScoreMode::PLAIN ? p.softmax_scale * LOG2_E : LOG2_E;
     if constexpr (MODE != ScoreMode::PLAIN) {
-      slope = p.alibi_slopes ? p.alibi_slopes[static_cast<int64_t>(batch) * p.num_heads + head] * LOG2_E : 0.f;
-      softcap = p.softcap * LOG2_E;
-      scale = MODE == ScoreMode::SOFTCAP ? p.softmax_scale / p.softcap : scale_log2;
+      slope = p.alibi_slopes ? p.alibi_slopes[static_cast<int64_t>(batch) * p.num_heads + head] : 0.f;
     }
   }
 
   // `distance` of a key from the key that the row is aligned with; exact to 2^24. `derivative` is that of
   // softcap.
   __device__ float apply(float score, float distance, float& derivative) const {
-    score *= scale;
-    derivative = 1.f;
     if constexpr (MODE == ScoreMode::SOFTCAP) {
-      const float capped = fast_tanh(score);
+      const float capped = fast_tanh(score * p.tanh_scale);
       derivative = 1.f - capped * capped;
-      score = softcap * capped;
+      score = p.softcap * capped;
+    } else {
+      derivative = 1.f;
+      score *= p.softmax_scale;
     }
     return score - slope * fabsf(distance);
   }

@@ -95,6 +95,18 @@ enum class Quarters {
   COLUMNS_FIRST  // top left, top right, bottom left, bottom right
 };
 
+// A thread's warp and lane. ANEW: computed where it stands, in a step of a main loop; kept over the loop, they and
+// the addresses that follow from them take the registers of accumulators.
+template <bool ANEW = true>
+struct ThreadPlace {
+  int warp, lane;
+  __device__ explicit ThreadPlace(int thread) {
+    if (ANEW) thread = ptx::recomputed(thread);
+    warp = thread / 32;
+    lane = thread % 32;
+  }
+};
+
 // A lane's view of the blocks of 16 x 16 in a tile, from `first_row` (a multiple of 8) and `first_col` on.
 // PAIRS is how many blocks lie side by side in what this warp reads: first_col is a multiple of 16 * PAIRS.
 template <class Layout, Quarters ORDER, int PAIRS>

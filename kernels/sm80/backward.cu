@@ -4,7 +4,7 @@
 // grid       one block for each (batch, kv head), part of the head's group, and tile of TILE_N keys
 // block      WARPS warps, laid over each product as WARPS_M x WARPS_N
 // shared     k and v tile; q and dout tile of STAGES steps; probs and dscores between products: 48 to 209 KiB
-// registers  204 to 255; some modes keep up to 80 bytes of addresses on the stack, read once a step
+// registers  172 to 255, none spilled
 //
 // A block visits, for each query head of its part of the group in turn, the query tiles that see its
 // keys. dk and dv stay in registers over all of them; dq is added to sums in device memory.
@@ -53,6 +53,8 @@ using LayoutS = TileLayout<TILE_M, TILE_N>;
 
 using Stage = QueryStage<LayoutQ>;
 
+using Work = BackwardWork<TILE_M, TILE_N>;
+
 struct SharedStorage {
   SmemTile<LayoutKV> k;  // dk, at the end
   SmemTile<LayoutKV> v;  // dv, at the end
@@ -61,6 +63,7 @@ struct SharedStorage {
   SmemTile<LayoutS> dscores;
   alignas(16) float lse_log2[STAGES][TILE_M];
   alignas(16) float delta[STAGES][TILE_M];
+  Work work;
 };
 
 // From a tile to the one that is read in the same pattern.
@@ -76,69 +79,61 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
   extern __shared__ __align__(1024) char smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
 
-  const AttnProblem& p = params.problem;
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const BackwardWork<TILE_N> work(params);
-  const int first_key = work.n_tile * TILE_N, end_key = min(first_key + TILE_N, p.seqlen_k);
-  const Mask mask(p);
-  const TileRange m_tiles = query_tiles<TILE_M>(mask, first_key, end_key);
-  const int first_head = work.kv_head * p.group_size + work.part * p.group_size / params.group_parts;
-  const int end_head = work.kv_head * p.group_size + (work.part + 1) * p.group_size / params.group_parts;
+  // Where scores are transformed, registers are so short that the work is read and addresses are computed anew in each
+  // step; for the largest heads, only some. Found by trial: with less some instance spills, with more of it 3 to 7 %
+  // are lost.
+  constexpr bool IS_PLAIN = MODE == ScoreMode::PLAIN, ANEW = !IS_PLAIN, ANEW_256 = ANEW || HEAD_DIM == 256;
 
-  const DkvTile dkv_tile(warp);
-  const DqTile dq_tile(warp);
+  const AttnProblem& p = params.problem;
+  const int thread = threadIdx.x;
+  const auto& work = block_work<IS_PLAIN>(shared.work, params, thread);
+  const Mask mask(p);
+
   float acc_dk[DkvTile::M_TILES][DkvTile::N_TILES][4], acc_dv[DkvTile::M_TILES][DkvTile::N_TILES][4];
   clear(acc_dk);
   clear(acc_dv);
 
-  // scores = q k^T, dprobs = dout v^T
-  RowsOfA<LayoutQ, HEAD_BLOCKS> rows_q(shared.stages[0].q, ScoresTile(warp).first_row, 0, lane);
-  const ColumnsOfB<LayoutKV, HEAD_BLOCKS> columns_k(shared.k, ScoresTile(warp).first_col, 0, lane);
-  // dv = probs^T dout, dk = dscores^T q
-  const ColumnsOfA<LayoutS, DkvTile::M_TILES> columns_probs(shared.probs, 0, dkv_tile.first_row, lane);
-  RowsOfB<LayoutQ, DkvTile::COLS / 16> b_q(shared.stages[0].q, 0, dkv_tile.first_col, lane);
-  // dq = dscores k
-  const RowsOfA<LayoutS, TILE_N / 16> rows_dscores(shared.dscores, dq_tile.first_row, 0, lane);
-  const RowsOfB<LayoutKV, DqTile::COLS / 16> b_k(shared.k, 0, dq_tile.first_col, lane);
-
-  const auto load_rows = [&](int head, int m_tile, int stage) {
-    load_query_rows<THREADS>(shared.stages[stage], shared.lse_log2[stage], shared.delta[stage], params, work.batch, head,
-                             m_tile * TILE_M, thread);
+  const auto load_rows = [&](BackwardStep step, int stage) {
+    load_query_rows<THREADS>(shared.stages[stage], shared.lse_log2[stage], shared.delta[stage], params, work.batch,
+                             step.head, step.m_tile * TILE_M, thread);
   };
 
-  int head = first_head, m_tile = m_tiles.begin;
-  if (m_tiles.begin < m_tiles.end) {
-    load_tile<LayoutKV, THREADS>(shared.k, rows_of_head(p.k, p.k_strides, work.batch, work.kv_head), first_key,
-                                 p.seqlen_k, p.head_dim, thread);
-    load_tile<LayoutKV, THREADS>(shared.v, rows_of_head(p.v, p.v_strides, work.batch, work.kv_head), first_key,
-                                 p.seqlen_k, p.head_dim, thread);
-    load_rows(head, m_tile, 0);
-  } else {
-    head = end_head;
+  BackwardStep step = first_step(work);
+  if (step.head < work.end_head) {
+    const int batch = work.batch, kv_head = work.kv_head, first_key = work.n_tile * TILE_N;
+    load_tile<LayoutKV, THREADS>(shared.k, rows_of_head(p.k, p.k_strides, batch, kv_head), first_key, p.seqlen_k,
+                                 p.head_dim, thread);
+    load_tile<LayoutKV, THREADS>(shared.v, rows_of_head(p.v, p.v_strides, batch, kv_head), first_key, p.seqlen_k,
+                                 p.head_dim, thread);
+    load_rows(step, 0);
   }
 
   int stage = 0;
-  while (head < end_head) {
-    const int first_row = m_tile * TILE_M;
-    const int this_head = head, this_m_tile = m_tile;
-    if (++m_tile == m_tiles.end) {
-      m_tile = m_tiles.begin;
-      ++head;
-    }
+  while (step.head < work.end_head) {
+    const int first_row = step.m_tile * TILE_M;
     ptx::cp_async_wait<0>();
     __syncthreads();  // q and dout (k and v) are there for all; all have finished with the last step
-    if (STAGES == 2 && head < end_head) load_rows(head, m_tile, stage ^ 1);
+    const BackwardStep next = step_after<ANEW>(step, work);
+    if (STAGES == 2 && next.head < work.end_head) load_rows(next, stage ^ 1);
 
+    // scores = q k^T
+    const ThreadPlace<ANEW> scores_place(thread);
+    const ScoresTile scores_part(scores_place.warp);
+    const RowsOfA<LayoutQ, HEAD_BLOCKS> rows_q(shared.stages[stage].q, scores_part.first_row, 0, scores_place.lane);
+    const ColumnsOfB<LayoutKV, HEAD_BLOCKS> columns_k(shared.k, scores_part.first_col, 0, scores_place.lane);
     float scores[ScoresTile::M_TILES][ScoresTile::N_TILES][4];
     clear(scores);
     multiply<Element, HEAD_BLOCKS>(scores, rows_q, columns_k);
 
-    const ScoresTile scores_tile(warp);
+    const ThreadPlace<ANEW_256> place(thread);
+    const int lane = place.lane;
+    const ScoresTile scores_tile(place.warp);
+    const int first_key = work.n_tile * TILE_N;
     const int warp_row = scores_tile.first_row + lane / 4, warp_key = first_key + scores_tile.first_col;
     const bool masked =
         !mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N);
-    const ScoreTransform<MODE> transform(p, work.batch, this_head);
-    if (MODE == ScoreMode::PLAIN && masked) mask_scores(scores, mask, first_row + scores_tile.first_row, warp_key, lane);
+    const ScoreTransform<MODE> transform(p, work.batch, step.head);
+    if (IS_PLAIN && masked) mask_scores(scores, mask, first_row + scores_tile.first_row, warp_key, lane);
 
     // dprobs, and probs beside it. Then `scores` are the weights of dprobs in dscores: probs times the
     // derivative of what was done to the scores.
@@ -148,7 +143,7 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         row_lse[i][half] = shared.lse_log2[stage][warp_row + 16 * i + 8 * half];
-        row_delta[i][half] = shared.delta[stage][warp_row + 16 * i + 8 * half];
+        if (!ANEW) row_delta[i][half] = shared.delta[stage][warp_row + 16 * i + 8 * half];
       }
     const AccPlaces<LayoutS, ScoresTile::N_TILES> probs_places(shared.probs, scores_tile.first_row,
                                                                scores_tile.first_col, lane);
@@ -191,64 +186,44 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
       }
     });
     for_each_score(dscores, [&](float& dscore, int i, int half, int j, int c) {
-      dscore = scores[i][j][2 * half + c] * (dscore - row_delta[i][half]);
+      const float delta = ANEW ? shared.delta[stage][warp_row + 16 * i + 8 * half] : row_delta[i][half];
+      dscore = scores[i][j][2 * half + c] * (dscore - delta);
     });
     store_accs<Element>(shared.dscores, dscores, scores_tile.first_row, scores_tile.first_col, lane);
     __syncthreads();  // probs and dscores are complete
 
+    // dv = probs^T dout, dk = dscores^T q
+    const ThreadPlace<ANEW> dkv_place(thread);
+    const DkvTile dkv_tile(dkv_place.warp);
+    const RowsOfB<LayoutQ, DkvTile::COLS / 16> b_q(shared.stages[stage].q, 0, dkv_tile.first_col, dkv_place.lane);
+    const ColumnsOfA<LayoutS, DkvTile::M_TILES> columns_probs(shared.probs, 0, dkv_tile.first_row, dkv_place.lane);
     multiply<Element, TILE_M / 16>(acc_dv, columns_probs, further<DOUT_FROM_Q>(b_q));
     multiply<Element, TILE_M / 16>(acc_dk, further<DSCORES_FROM_PROBS>(columns_probs), b_q);
-    if (STAGES == 1 && head < end_head) {
+    if (const BackwardStep again = step_after<ANEW>(step, work); STAGES == 1 && again.head < work.end_head) {
       __syncthreads();  // all have finished with q and dout
-      load_rows(head, m_tile, 0);
+      load_rows(again, 0);
     }
 
+    // dq = dscores k
+    const ThreadPlace<ANEW> dq_place(thread);
+    const DqTile dq_tile(dq_place.warp);
+    const RowsOfA<LayoutS, TILE_N / 16> rows_dscores(shared.dscores, dq_tile.first_row, 0, dq_place.lane);
+    const RowsOfB<LayoutKV, DqTile::COLS / 16> b_k(shared.k, 0, dq_tile.first_col, dq_place.lane);
     float acc_dq[DqTile::M_TILES][DqTile::N_TILES][4];
     clear(acc_dq);
     multiply<Element, TILE_N / 16>(acc_dq, rows_dscores, b_k);
 
-    const int64_t batch_head = static_cast<int64_t>(work.batch) * p.num_heads + this_head;
-    const int padded_q = padded_rows(p.seqlen_q);
-    int32_t* turn = params.dq_turn ? params.dq_turn + batch_head * (padded_q / TILE_M) + this_m_tile : nullptr;
-    const int first_n_tile =
-        turn ? key_tiles<TILE_N>(mask, first_row, min(first_row + TILE_M, p.seqlen_q)).begin : 0;
-    if (turn) wait_for_turn(turn, work.n_tile - first_n_tile);
-    const DqTile to(warp);
-    add_to_pieces<HEAD_DIM>(params.dq_acc + batch_head * padded_q * HEAD_DIM +
-                                AccLayout::piece(first_row + to.first_row, to.first_col, HEAD_DIM),
-                            acc_dq, lane);
-    if (turn) pass_turn(turn, work.n_tile - first_n_tile);
-
-    if (STAGES == 2) {
-      rows_q.to_other_stage(stage, sizeof(Stage));
-      b_q.to_other_stage(stage, sizeof(Stage));
-      stage ^= 1;
-    }
+    const ThreadPlace<ANEW_256> add_place(thread);
+    const DqTile to(add_place.warp);
+    add_dq<TILE_M, TILE_N>(params, mask, work.batch, step.head, work.n_tile, ANEW_256 ? ptx::recomputed(step.m_tile) * TILE_M : first_row,
+                           to.first_row, to.first_col, acc_dq, add_place.lane);
+    if (STAGES == 2) stage ^= 1;
+    step = STAGES == 2 && !ANEW ? next : step_after<ANEW>(step, work);
   }
 
-  // Epilogue.
-  const DkvTile end_tile(warp);
-  if (params.group_parts > 1) {
-    const int64_t head_of_part =
-        (static_cast<int64_t>(work.part) * p.batch + work.batch) * (p.num_heads / p.group_size) + work.kv_head;
-    const int64_t piece = head_of_part * padded_rows(p.seqlen_k) * HEAD_DIM +
-                          AccLayout::piece(first_key + end_tile.first_row, end_tile.first_col, HEAD_DIM);
-    store_pieces<HEAD_DIM>(params.dk_acc + piece, acc_dk, lane);
-    store_pieces<HEAD_DIM>(params.dv_acc + piece, acc_dv, lane);
-    return;
-  }
-  __syncthreads();  // all have finished with k and v
-  scale(acc_dk, p.softmax_scale);
-  store_accs<Element>(shared.k, acc_dk, end_tile.first_row, end_tile.first_col, lane);
-  store_accs<Element>(shared.v, acc_dv, end_tile.first_row, end_tile.first_col, lane);
-  __syncthreads();  // dk and dv are complete
-  const int num_kv_heads = p.num_heads / p.group_size;
-  const int64_t offset = contiguous_offset(work.batch, p.seqlen_k, num_kv_heads, p.head_dim, 0, work.kv_head);
-  const int64_t row_stride = static_cast<int64_t>(num_kv_heads) * p.head_dim;
-  store_tile<LayoutKV, TILE_N, THREADS>(shared.k, 0, static_cast<uint16_t*>(params.dk) + offset, row_stride, first_key,
-                                        p.seqlen_k, p.head_dim, thread);
-  store_tile<LayoutKV, TILE_N, THREADS>(shared.v, 0, static_cast<uint16_t*>(params.dv) + offset, row_stride, first_key,
-                                        p.seqlen_k, p.head_dim, thread);
+  const DkvTile end_tile(ThreadPlace<>(thread).warp);
+  store_dk_dv<Element, THREADS>(params, work, shared.k, shared.v, end_tile.first_row, end_tile.first_col, acc_dk, acc_dv,
+                                ptx::recomputed(thread));
 }
 
 // ---- launcher ---------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 // grid       one block for each (batch, kv head), part of the head's group, and tile of TILE_N keys
 // block      WARPS warps of 32 keys each
 // shared     k and v tile; q and dout tile of two steps; dscores on their way to dq: 81 KiB
-// registers  255, and up to 64 bytes of addresses on the stack, read once a step
+// registers  255, none spilled: what can be is computed or read again in each step
 //
 // All products but dq are transposed, keys by rows: a warp computes scores^T and dprobs^T of its own keys,
 // and their accumulators, packed, are the left operands of dv and dk. So probs never leave the registers
@@ -47,6 +47,8 @@ struct DqTile {
 
 using Stage = QueryStage<LayoutQ>;
 
+using Work = BackwardWork<TILE_M, TILE_N>;
+
 struct SharedStorage {
   SmemTile<LayoutKV> k;  // dk, at the end
   SmemTile<LayoutKV> v;  // dv, at the end
@@ -54,6 +56,7 @@ struct SharedStorage {
   SmemTile<LayoutS> dscores;  // transposed
   alignas(16) float lse_log2[STAGES][TILE_M];
   alignas(16) float delta[STAGES][TILE_M];
+  Work work;
 };
 
 // From a tile to the one that is read in the same pattern.
@@ -69,54 +72,43 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
 
   const AttnProblem& p = params.problem;
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, warp_key = warp * WARP_KEYS;
-  const BackwardWork<TILE_N> work(params);
-  const int first_key = work.n_tile * TILE_N, end_key = min(first_key + TILE_N, p.seqlen_k);
+  const int thread = threadIdx.x;
+  const auto& work = block_work<false>(shared.work, params, thread);
+  const auto warp_and_lane = [] { return ThreadPlace<false>(ptx::thread_index()); };
   const Mask mask(p);
-  const TileRange m_tiles = query_tiles<TILE_M>(mask, first_key, end_key);
-  const int first_head = work.kv_head * p.group_size + work.part * p.group_size / params.group_parts;
-  const int end_head = work.kv_head * p.group_size + (work.part + 1) * p.group_size / params.group_parts;
 
   float acc_dk[KEY_TILES][HEAD_TILES][4], acc_dv[KEY_TILES][HEAD_TILES][4];
   clear(acc_dk);
   clear(acc_dv);
 
   // scores^T = k q^T, dprobs^T = v dout^T
-  const RowsOfA<LayoutKV, HEAD_BLOCKS> rows_k(shared.k, warp_key, 0, lane);
-  ColumnsOfB<LayoutQ, HEAD_BLOCKS> columns_q(shared.stages[0].q, 0, 0, lane);
-  // dv = probs^T dout, dk = dscores^T q
-  RowsOfB<LayoutQ, HEAD_BLOCKS> b_q(shared.stages[0].q, 0, 0, lane);
-  // dq = dscores k
-  const ColumnsOfA<LayoutS, DqTile::ROWS / 16> columns_dscores(shared.dscores, 0, DqTile(warp).first_row, lane);
-  const RowsOfB<LayoutKV, DqTile::COLS / 16> b_k(shared.k, 0, DqTile(warp).first_col, lane);
+  ColumnsOfB<LayoutQ, HEAD_BLOCKS> columns_q(shared.stages[0].q, 0, 0, warp_and_lane().lane);
 
-  const auto load_rows = [&](int head, int m_tile, int stage) {
-    load_query_rows<THREADS>(shared.stages[stage], shared.lse_log2[stage], shared.delta[stage], params, work.batch, head,
-                             m_tile * TILE_M, thread);
+  const auto load_rows = [&](BackwardStep step, int stage) {
+    load_query_rows<THREADS>(shared.stages[stage], shared.lse_log2[stage], shared.delta[stage], params, work.batch,
+                             step.head, step.m_tile * TILE_M, thread);
   };
 
-  int head = first_head, m_tile = m_tiles.begin;
-  if (m_tiles.begin < m_tiles.end) {
-    load_tile<LayoutKV, THREADS>(shared.k, rows_of_head(p.k, p.k_strides, work.batch, work.kv_head), first_key,
-                                 p.seqlen_k, p.head_dim, thread);
-    load_tile<LayoutKV, THREADS>(shared.v, rows_of_head(p.v, p.v_strides, work.batch, work.kv_head), first_key,
-                                 p.seqlen_k, p.head_dim, thread);
-    load_rows(head, m_tile, 0);
-  } else {
-    head = end_head;
+  BackwardStep step = first_step(work);
+  if (step.head < work.end_head) {
+    const int batch = work.batch, kv_head = work.kv_head, first_key = work.n_tile * TILE_N;
+    load_tile<LayoutKV, THREADS>(shared.k, rows_of_head(p.k, p.k_strides, batch, kv_head), first_key, p.seqlen_k,
+                                 p.head_dim, thread);
+    load_tile<LayoutKV, THREADS>(shared.v, rows_of_head(p.v, p.v_strides, batch, kv_head), first_key, p.seqlen_k,
+                                 p.head_dim, thread);
+    load_rows(step, 0);
   }
 
   int stage = 0;
-  while (head < end_head) {
-    const int first_row = m_tile * TILE_M;
-    if (++m_tile == m_tiles.end) {
-      m_tile = m_tiles.begin;
-      ++head;
-    }
+  for (; step.head < work.end_head; step = step_after<true>(step, work)) {
+    const int first_row = step.m_tile * TILE_M;
     ptx::cp_async_wait<0>();
     __syncthreads();  // q and dout (k and v) are there for all; all have finished with the last step
-    if (head < end_head) load_rows(head, m_tile, stage ^ 1);
+    if (const BackwardStep next = step_after<true>(step, work); next.head < work.end_head) load_rows(next, stage ^ 1);
 
+    const auto place = warp_and_lane();
+    const int lane = place.lane, warp_key = place.warp * WARP_KEYS, first_key = work.n_tile * TILE_N;
+    const RowsOfA<LayoutKV, HEAD_BLOCKS> rows_k(shared.k, warp_key, 0, lane);
     const bool masked =
         !mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N);
     const float scale_log2 = p.softmax_scale * LOG2_E;
@@ -145,7 +137,9 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
     };
     const auto mask_part = [&](float(&scores)[KEY_TILES][PART_TILES][4], int part) {
       if (masked) {
-        mask_scores_transposed(scores, mask, first_row + part * TILE_M / PARTS, first_key + warp_key, lane);
+        const auto mask_place = warp_and_lane();
+        mask_scores_transposed(scores, mask, first_row + part * TILE_M / PARTS,
+                               work.n_tile * TILE_N + mask_place.warp * WARP_KEYS, mask_place.lane);
       }
     };
     const auto a_of = [](uint32_t(&packed)[KEY_TILES][ROW_BLOCKS][4]) {
@@ -162,6 +156,13 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
       });
       mask_part(scores[part % 2], part);
     }
+    // dv = probs^T dout, dk = dscores^T q
+#if __CUDA_ARCH__ >= 900
+    const int b_lane = lane;
+#else
+    const int b_lane = warp_and_lane().lane;  // the compiler for 8.0 spills with the one, that for 9.0 with the other
+#endif
+    const RowsOfB<LayoutQ, HEAD_BLOCKS> b_q(shared.stages[stage].q, 0, 0, b_lane);
     multiply<Element, ROW_BLOCKS>(acc_dv, a_of(probs), further<DOUT_FROM_Q>(b_q), [&](int k) {
       constexpr int BLOCKS_BEFORE = ROW_BLOCKS - PART_BLOCKS;
       if (k < BLOCKS_BEFORE) {
@@ -169,8 +170,11 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
       }
     });
 
+    ptx::schedule_fence();
     uint32_t(&dscores)[KEY_TILES][ROW_BLOCKS][4] = probs;
-    const AccPlaces<LayoutS, ROW_TILES> dscores_places(shared.dscores, warp_key, 0, lane);
+    const auto dscores_place = warp_and_lane();
+    const AccPlaces<LayoutS, ROW_TILES> dscores_places(shared.dscores, dscores_place.warp * WARP_KEYS, 0,
+                                                       dscores_place.lane);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       float dprobs[KEY_TILES][PART_TILES][4];
@@ -178,10 +182,12 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
       multiply<Element, HEAD_BLOCKS>(dprobs, further<V_FROM_K>(rows_k), [&](uint32_t(&b)[4], int j, int k) {
         columns_q(b, part * PART_TILES / 2 + j, k, DOUT_FROM_Q);
       });
+      ptx::schedule_fence();
 #pragma unroll
       for (int j = 0; j < PART_TILES; ++j) {
         const int row_tile = part * PART_TILES + j;
-        const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[stage][8 * row_tile + lane % 4 * 2]);
+        const float2 delta =
+            *reinterpret_cast<const float2*>(&shared.delta[stage][8 * row_tile + dscores_place.lane % 4 * 2]);
 #pragma unroll
         for (int i = 0; i < KEY_TILES; ++i)
 #pragma unroll
@@ -197,50 +203,25 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
     multiply<Element, ROW_BLOCKS>(acc_dk, a_of(dscores), b_q);
     __syncthreads();  // dscores are complete
 
+    // dq = dscores k
+    const auto dq_place = warp_and_lane();
+    const DqTile dq_tile(dq_place.warp);
+    const ColumnsOfA<LayoutS, DqTile::ROWS / 16> columns_dscores(shared.dscores, 0, dq_tile.first_row, dq_place.lane);
+    const RowsOfB<LayoutKV, DqTile::COLS / 16> b_k(shared.k, 0, dq_tile.first_col, dq_place.lane);
     float acc_dq[DqTile::ROWS / 16][DqTile::COLS / 8][4];
     clear(acc_dq);
     multiply<Element, TILE_N / 16>(acc_dq, columns_dscores, b_k);
 
-    const int this_head = m_tile == m_tiles.begin ? head - 1 : head;
-    const int64_t batch_head = static_cast<int64_t>(work.batch) * p.num_heads + this_head;
-    const int padded_q = padded_rows(p.seqlen_q);
-    int32_t* turn = params.dq_turn ? params.dq_turn + batch_head * (padded_q / TILE_M) + first_row / TILE_M : nullptr;
-    const int first_n_tile =
-        turn ? key_tiles<TILE_N>(mask, first_row, min(first_row + TILE_M, p.seqlen_q)).begin : 0;
-    if (turn) wait_for_turn(turn, work.n_tile - first_n_tile);
-    const DqTile to(warp);
-    add_to_pieces<HEAD_DIM>(params.dq_acc + batch_head * padded_q * HEAD_DIM +
-                                AccLayout::piece(first_row + to.first_row, to.first_col, HEAD_DIM),
-                            acc_dq, lane);
-    if (turn) pass_turn(turn, work.n_tile - first_n_tile);
-
+    const auto add_place = warp_and_lane();
+    const DqTile to(add_place.warp);
+    add_dq<TILE_M, TILE_N>(params, mask, work.batch, step.head, work.n_tile, ptx::recomputed(step.m_tile) * TILE_M,
+                           to.first_row, to.first_col, acc_dq, add_place.lane);
     columns_q.to_other_stage(stage, sizeof(Stage));
-    b_q.to_other_stage(stage, sizeof(Stage));
     stage ^= 1;
   }
 
-  // Epilogue.
-  if (params.group_parts > 1) {
-    const int64_t head_of_part =
-        (static_cast<int64_t>(work.part) * p.batch + work.batch) * (p.num_heads / p.group_size) + work.kv_head;
-    const int64_t piece = head_of_part * padded_rows(p.seqlen_k) * HEAD_DIM +
-                          AccLayout::piece(first_key + warp_key, 0, HEAD_DIM);
-    store_pieces<HEAD_DIM>(params.dk_acc + piece, acc_dk, lane);
-    store_pieces<HEAD_DIM>(params.dv_acc + piece, acc_dv, lane);
-    return;
-  }
-  __syncthreads();  // all have finished with k and v
-  scale(acc_dk, p.softmax_scale);
-  store_accs<Element>(shared.k, acc_dk, warp_key, 0, lane);
-  store_accs<Element>(shared.v, acc_dv, warp_key, 0, lane);
-  __syncthreads();  // dk and dv are complete
-  const int num_kv_heads = p.num_heads / p.group_size;
-  const int64_t offset = contiguous_offset(work.batch, p.seqlen_k, num_kv_heads, p.head_dim, 0, work.kv_head);
-  const int64_t row_stride = static_cast<int64_t>(num_kv_heads) * p.head_dim;
-  store_tile<LayoutKV, TILE_N, THREADS>(shared.k, 0, static_cast<uint16_t*>(params.dk) + offset, row_stride, first_key,
-                                        p.seqlen_k, p.head_dim, thread);
-  store_tile<LayoutKV, TILE_N, THREADS>(shared.v, 0, static_cast<uint16_t*>(params.dv) + offset, row_stride, first_key,
-                                        p.seqlen_k, p.head_dim, thread);
+  store_dk_dv<Element, THREADS>(params, work, shared.k, shared.v, warp_and_lane().warp * WARP_KEYS, 0, acc_dk, acc_dv,
+                                ptx::recomputed(thread));
 }
 
 // ---- launcher ---------------------------------------------------------------------------------------

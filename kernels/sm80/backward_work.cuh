@@ -1,13 +1,23 @@
-// What the backward kernels share: who does what, what a step reads, and in which order dq is summed.
+// What the backward kernels share: who does what, what a step reads, where dq is added and how dk and dv end.
 #pragma once
+#include "../common/accumulator.cuh"
+#include "../common/mask.cuh"
 #include "../common/tile.cuh"
 #include "../params.h"
+#include "tile.cuh"
 
-// The piece of work of this block. Key tiles from the first on: with a causal mask those are seen by the
-// most rows. `heads_together` pieces of the same tile at a time, so that their q, dout and dq stay in L2.
-template <int TILE_N>
+// What a step works on: a query tile of one head.
+struct BackwardStep {
+  int head, m_tile;
+};
+
+// The piece of work of a block. Key tiles from the first on: with a causal mask those are seen by the most
+// rows. `heads_together` pieces of the same tile at a time, so that their q, dout and dq stay in L2.
+template <int TILE_M, int TILE_N>
 struct BackwardWork {
   int batch, kv_head, part, n_tile;
+  int first_head, end_head;  // of the part; none, if no row sees a key of the tile
+  TileRange m_tiles;         // the query tiles that see one
 
   __device__ explicit BackwardWork(const BwdParams& params) {
     const AttnProblem& p = params.problem;
@@ -23,8 +33,37 @@ struct BackwardWork {
     kv_head = piece / params.group_parts % kv_heads;
     batch = piece / params.group_parts / kv_heads;
     n_tile = rest / pieces;
+    m_tiles = query_tiles<TILE_M>(Mask(p), n_tile * TILE_N, min((n_tile + 1) * TILE_N, p.seqlen_k));
+    first_head = kv_head * p.group_size + part * p.group_size / params.group_parts;
+    end_head = kv_head * p.group_size + (part + 1) * p.group_size / params.group_parts;
+    if (m_tiles.begin == m_tiles.end) end_head = first_head;
   }
 };
+
+// The work of this block: in registers, or in shared memory, to be read at each use.
+template <bool IN_REGISTERS, class Work>
+__device__ __forceinline__ decltype(auto) block_work(Work& shared_work, const BwdParams& params, int thread) {
+  if constexpr (IN_REGISTERS) {
+    return Work(params);
+  } else {
+    if (thread == 0) shared_work = Work(params);
+    __syncthreads();  // the work is there for all
+    return static_cast<const volatile Work&>(shared_work);
+  }
+}
+
+// The steps of a piece of work: for each head in turn, its query tiles.
+template <class Work>
+__device__ __forceinline__ BackwardStep first_step(const Work& work) {
+  return {work.first_head, work.m_tiles.begin};
+}
+// ANEW: for use in two places of a step. Without a select, whose sums would be kept between them.
+template <bool ANEW, class Work>
+__device__ __forceinline__ BackwardStep step_after(BackwardStep step, const Work& work) {
+  const int left = work.m_tiles.end - step.m_tile;
+  const int head = ANEW ? step.head + 2 - min(left, 2) : left == 1 ? step.head + 1 : step.head;
+  return {head, left == 1 ? work.m_tiles.begin : step.m_tile + 1};
+}
 
 // The order of additions to dq, where their sum has to be the same bits on every run: the key tiles take
 // turns at each tile of dq. Blocks start in the order of their index and a tile waits only for tiles
@@ -73,7 +112,56 @@ __device__ __forceinline__ void load_query_rows(QueryStage<LayoutQ>& to, float* 
   ptx::cp_async_commit();
 }
 
-// How many blocks a launch takes: one for each piece of work.
+// Adds a warp's part of a tile of dq, from (first_row + warp_row, warp_col) on; in turn if that is asked for.
+template <int TILE_M, int TILE_N, int M_TILES, int N_TILES>
+__device__ __forceinline__ void add_dq(const BwdParams& params, const Mask& mask, int batch, int head, int n_tile,
+                                       int first_row, int warp_row, int warp_col,
+                                       const float (&acc_dq)[M_TILES][N_TILES][4], int lane) {
+  const AttnProblem& p = params.problem;
+  const int64_t batch_head = static_cast<int64_t>(batch) * p.num_heads + head;
+  const int padded_q = padded_rows(p.seqlen_q);
+  int32_t* turn = params.dq_turn ? params.dq_turn + batch_head * (padded_q / TILE_M) + first_row / TILE_M : nullptr;
+  const int first_n_tile = max(mask.first_key(first_row), 0) / TILE_N;  // that these rows see
+  if (turn) wait_for_turn(turn, n_tile - first_n_tile);
+  add_to_pieces<HEAD_DIM>(
+      params.dq_acc + batch_head * padded_q * HEAD_DIM + AccLayout::piece(first_row + warp_row, warp_col, HEAD_DIM),
+      acc_dq, lane);
+  if (turn) pass_turn(turn, n_tile - first_n_tile);
+}
+
+// Writes a warp's part of dk and dv, from (warp_row, warp_col) of the tile on: sums of a part of the group, or
+// the results, by way of the tiles of k and v.
+template <class Element, int THREADS, class Work, class LayoutKV, int M_TILES, int N_TILES>
+__device__ __forceinline__ void store_dk_dv(const BwdParams& params, const Work& work,
+                                            SmemTile<LayoutKV>& smem_dk, SmemTile<LayoutKV>& smem_dv, int warp_row,
+                                            int warp_col, float (&acc_dk)[M_TILES][N_TILES][4],
+                                            const float (&acc_dv)[M_TILES][N_TILES][4], int thread) {
+  const AttnProblem& p = params.problem;
+  const int num_kv_heads = p.num_heads / p.group_size, lane = thread % 32;
+  const int batch = work.batch, kv_head = work.kv_head, first_key = work.n_tile * LayoutKV::ROWS;
+  if (params.group_parts > 1) {
+    const int64_t head_of_part =
+        (static_cast<int64_t>(work.part) * p.batch + batch) * num_kv_heads + kv_head;
+    const int64_t piece = head_of_part * padded_rows(p.seqlen_k) * HEAD_DIM +
+                          AccLayout::piece(first_key + warp_row, warp_col, HEAD_DIM);
+    store_pieces<HEAD_DIM>(params.dk_acc + piece, acc_dk, lane);
+    store_pieces<HEAD_DIM>(params.dv_acc + piece, acc_dv, lane);
+    return;
+  }
+  __syncthreads();  // all have finished with k and v
+  scale(acc_dk, p.softmax_scale);
+  store_accs<Element>(smem_dk, acc_dk, warp_row, warp_col, lane);
+  store_accs<Element>(smem_dv, acc_dv, warp_row, warp_col, lane);
+  __syncthreads();  // dk and dv are complete
+  const int64_t offset = contiguous_offset(batch, p.seqlen_k, num_kv_heads, p.head_dim, 0, kv_head);
+  const int64_t row_stride = static_cast<int64_t>(num_kv_heads) * p.head_dim;
+  store_tile<LayoutKV, LayoutKV::ROWS, THREADS>(smem_dk, 0, static_cast<uint16_t*>(params.dk) + offset, row_stride,
+                                                first_key, p.seqlen_k, p.head_dim, thread);
+  store_tile<LayoutKV, LayoutKV::ROWS, THREADS>(smem_dv, 0, static_cast<uint16_t*>(params.dv) + offset, row_stride,
+                                                first_key, p.seqlen_k, p.head_dim, thread);
+}
+
+// The launch of a backward kernel: a block for each piece of work.
 template <int TILE_N>
 inline int64_t backward_blocks(const BwdParams& params) {
   const AttnProblem& p = params.problem;

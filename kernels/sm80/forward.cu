@@ -3,7 +3,7 @@
 // grid       one block for each (batch, head) and tile of TILE_M query rows
 // block      WARPS warps; each owns TILE_M / WARPS rows of the tile, from q to out
 // shared     q tile; STAGES k tiles and v tiles: 32 to 97 KiB
-// registers  205 to 255; some modes keep up to 80 bytes of addresses on the stack, read once a tile
+// registers  203 to 255, none spilled
 //
 // A warp with 32 rows reads each fragment of k and v once for two blocks of rows. What limits it on an H200 at
 // head_dim 128: the tensor cores are busy 58 % of the time (mma.sync reaches 615 TFLOP/s there), shared memory
@@ -11,6 +11,8 @@
 // Tried there, TFLOP/s at 2 x 8192, 16 heads, full: TILE_N 64 377, 48 350; one stage 356, two 387; the
 // exponentials beside the second product 361 and 385 (the compiler overlaps them anyway). At head_dim 64,
 // TILE_N 64 327, 96 325, 128 320; at 256 two stages, which leave room for one block only, 261 against 322.
+#include <type_traits>
+
 #include "../common/softmax.cuh"
 #include "../common/tile.cuh"
 #include "../launch.cuh"
@@ -32,22 +34,12 @@ constexpr int K_BLOCKS = HEAD_DIM / 16;
 using LayoutQ = TileLayout<TILE_M, HEAD_DIM>;
 using LayoutKV = TileLayout<TILE_N, HEAD_DIM>;
 
-struct Stage {
-  SmemTile<LayoutKV> k;
-  SmemTile<LayoutKV> v;
-};
-
-struct SharedStorage {
-  SmemTile<LayoutQ> q;  // out, at the end
-  Stage stages[STAGES];
-};
-
-// ---- device steps -----------------------------------------------------------------------------------
-
-// The piece of work of this block. Tiles with the most keys come first, so that no long one is left for
-// the end; but `heads_together` heads at a time, so that their K and V stay in L2.
+// The piece of work of a block. Tiles with the most keys come first, so that no long one is left for the
+// end; but `heads_together` heads at a time, so that their K and V stay in L2.
 struct Work {
-  int batch, head, m_tile;
+  int batch, head, kv_head;
+  int first_row, end_row;
+  TileRange n_tiles;  // the key tiles that the rows see
 
   __device__ explicit Work(const AttnProblem& p) {
     const unsigned m_tiles = (p.seqlen_q + TILE_M - 1) / TILE_M;
@@ -59,8 +51,22 @@ struct Work {
     const unsigned batch_head = first + rest % heads;
     batch = batch_head / p.num_heads;
     head = batch_head % p.num_heads;
-    m_tile = m_tiles - 1 - rest / heads;
+    kv_head = head / p.group_size;
+    first_row = (m_tiles - 1 - rest / heads) * TILE_M;
+    end_row = min(first_row + TILE_M, p.seqlen_q);
+    n_tiles = key_tiles<TILE_N>(Mask(p), first_row, end_row);
   }
+};
+
+struct Stage {
+  SmemTile<LayoutKV> k;
+  SmemTile<LayoutKV> v;
+};
+
+struct SharedStorage {
+  SmemTile<LayoutQ> q;  // out, at the end
+  Stage stages[STAGES];
+  Work work;
 };
 
 // ---- kernel -----------------------------------------------------------------------------------------
@@ -71,15 +77,16 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
   extern __shared__ __align__(1024) char smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
 
+  // Where registers are short, the work and the thread's place are read and computed again at each use. Elsewhere
+  // that would cost 6 %.
+  constexpr bool LEAN = HEAD_DIM == 128;
   const AttnProblem& p = params.problem;
   const int thread = threadIdx.x, lane = thread % 32, warp_row = thread / 32 * WARP_ROWS;
-  const Work work(p);
-  const int kv_head = work.head / p.group_size;
-  const int first_row = work.m_tile * TILE_M;
+  if (thread == 0) shared.work = Work(p);
+  __syncthreads();  // the work is there for all
+  std::conditional_t<LEAN, const volatile Work&, const Work> work = shared.work;
   const Mask mask(p);
   const ScoreTransform<MODE> transform(p, work.batch, work.head);
-  const int end_row = min(first_row + TILE_M, p.seqlen_q);
-  const TileRange n_tiles = key_tiles<TILE_N>(mask, first_row, end_row);
 
   float acc_out[M_TILES][OUT_TILES][4];
   clear(acc_out);
@@ -90,32 +97,31 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
   RowsOfB<LayoutKV, K_BLOCKS> frag_v(shared.stages[0].v, 0, 0, lane);
 
   const auto load_k = [&](int n_tile, int stage) {
-    const Rows rows = rows_of_head(p.k, p.k_strides, ptx::recomputed(work.batch), ptx::recomputed(kv_head));
+    const Rows rows = rows_of_head(p.k, p.k_strides, work.batch, work.kv_head);
     load_tile<LayoutKV, THREADS>(shared.stages[stage].k, rows, n_tile * TILE_N, p.seqlen_k, p.head_dim, thread);
   };
   const auto load_v = [&](int n_tile, int stage) {
-    const Rows rows = rows_of_head(p.v, p.v_strides, ptx::recomputed(work.batch), ptx::recomputed(kv_head));
+    const Rows rows = rows_of_head(p.v, p.v_strides, work.batch, work.kv_head);
     load_tile<LayoutKV, THREADS>(shared.stages[stage].v, rows, n_tile * TILE_N, p.seqlen_k, p.head_dim, thread);
   };
 
-  if (n_tiles.begin < n_tiles.end) {
-    load_tile<LayoutQ, THREADS>(shared.q, rows_of_head(p.q, p.q_strides, work.batch, work.head), first_row,
+  if (work.n_tiles.begin < work.n_tiles.end) {
+    load_tile<LayoutQ, THREADS>(shared.q, rows_of_head(p.q, p.q_strides, work.batch, work.head), work.first_row,
                                 p.seqlen_q, p.head_dim, thread);
-    load_k(n_tiles.end - 1, 0);
-    if (STAGES == 2) load_v(n_tiles.end - 1, 0);
+    load_k(work.n_tiles.end - 1, 0);
+    if (STAGES == 2) load_v(work.n_tiles.end - 1, 0);
     ptx::cp_async_commit();
   }
 
   // From the last key tile to the first.
   int stage = 0;
-  for (int n_tile = n_tiles.end - 1; n_tile >= n_tiles.begin; --n_tile) {
-    const int first_key = n_tile * TILE_N;
+  for (int n_tile = work.n_tiles.end - 1; n_tile >= work.n_tiles.begin; --n_tile) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // k (and q; with two stages, v) is there for all; all have finished with the last tile
     if (STAGES == 1) {
       load_v(n_tile, 0);
       ptx::cp_async_commit();
-    } else if (n_tile > n_tiles.begin) {
+    } else if (n_tile > work.n_tiles.begin) {
       load_k(n_tile - 1, stage ^ 1);
       load_v(n_tile - 1, stage ^ 1);
       ptx::cp_async_commit();
@@ -125,22 +131,25 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
     clear(scores);
     multiply<Element, K_BLOCKS>(scores, frag_q, frag_k);
 
+    const int first_row = work.first_row, first_key = n_tile * TILE_N;
     if constexpr (MODE != ScoreMode::PLAIN) {
-      const int aligned = first_row + warp_row + lane / 4 + p.seqlen_k - p.seqlen_q;
-      const float distance = first_key + lane % 4 * 2 - aligned;
+      const ThreadPlace<LEAN> score_place(thread);
+      const int row = first_row + score_place.warp * WARP_ROWS + score_place.lane / 4;
+      const float distance = first_key + score_place.lane % 4 * 2 - (row + p.seqlen_k - p.seqlen_q);
       for_each_score(scores, [&](float& score, int i, int half, int j, int c) {
         float derivative;
         score = transform.apply(score, distance + (8 * j + c - 16 * i - 8 * half), derivative);
       });
     }
-    if (!mask.all_visible(first_row, end_row, first_key, first_key + TILE_N)) {
-      mask_scores(scores, mask, first_row + warp_row, first_key, lane);
+    if (!mask.all_visible(first_row, work.end_row, first_key, first_key + TILE_N)) {
+      const ThreadPlace<LEAN> mask_place(thread);
+      mask_scores(scores, mask, first_row + mask_place.warp * WARP_ROWS, first_key, mask_place.lane);
     }
 
     if (STAGES == 1) {
       ptx::cp_async_wait<0>();
       __syncthreads();  // v is there for all; all have finished with k
-      if (n_tile > n_tiles.begin) {
+      if (n_tile > work.n_tiles.begin) {
         load_k(n_tile - 1, 0);
         ptx::cp_async_commit();
       }
@@ -157,28 +166,31 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
 
   // Epilogue. Each warp turns its rows of q's tile, which only it has read, into its rows of out.
   softmax.finish();
+  const ThreadPlace<LEAN> end_place(thread);
+  const int end_lane = end_place.lane, end_warp_row = end_place.warp * WARP_ROWS;
   __syncwarp();  // all lanes have read q
+  const int first_row = work.first_row;
 #pragma unroll
   for (int i = 0; i < M_TILES; ++i)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // Not by the sum: it is also 0, and out NaN, where all that a row sees are scores of -inf. And a select, since
       // NaN in hidden rows of v may have come in.
-      const bool is_blind = mask.sees_nothing(first_row + warp_row + 16 * i + 8 * half + lane / 4);
+      const bool is_blind = mask.sees_nothing(first_row + end_warp_row + 16 * i + 8 * half + end_lane / 4);
       const float factor = 1.f / softmax.row_sum[i][half];
 #pragma unroll
       for (int j = 0; j < OUT_TILES; ++j)
 #pragma unroll
         for (int c = 2 * half; c < 2 * half + 2; ++c) acc_out[i][j][c] = is_blind ? 0.f : acc_out[i][j][c] * factor;
     }
-  store_accs<Element>(shared.q, acc_out, warp_row, 0, lane);
-  if (lane % 4 == 0) {
+  store_accs<Element>(shared.q, acc_out, end_warp_row, 0, end_lane);
+  if (end_lane % 4 == 0) {
     float* lse = params.lse + (static_cast<int64_t>(work.batch) * p.num_heads + work.head) * p.seqlen_q;
 #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = first_row + warp_row + 16 * i + 8 * half + lane / 4;
+        const int row = first_row + end_warp_row + 16 * i + 8 * half + end_lane / 4;
         const float sum = softmax.row_sum[i][half];
         const float lse_log2 = softmax.reference[i][half] * transform.factor + log2f(sum);
         // Where all that a row sees are scores of -inf, lse is NaN as out is.
@@ -189,8 +201,8 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
   __syncwarp();  // the warp's rows of out are complete
   uint16_t* out = static_cast<uint16_t*>(params.out) +
                   contiguous_offset(work.batch, p.seqlen_q, p.num_heads, p.head_dim, 0, work.head);
-  store_tile<LayoutQ, WARP_ROWS, 32>(shared.q, warp_row, out, static_cast<int64_t>(p.num_heads) * p.head_dim,
-                                     first_row + warp_row, p.seqlen_q, p.head_dim, lane);
+  store_tile<LayoutQ, WARP_ROWS, 32>(shared.q, end_warp_row, out, static_cast<int64_t>(p.num_heads) * p.head_dim,
+                                     first_row + end_warp_row, p.seqlen_q, p.head_dim, end_lane);
 }
 
 // ---- launcher ---------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ const PIECES_TOGETHER: usize = 4;
 /// the blocks differ in length and need more of them to even out.
 const ROUNDS: usize = 3;
 const ROUNDS_WITH_DIAGONAL: usize = 7;
+/// Copies of dk and dv in f32 that sharing out may take at most.
+const MAX_GROUP_PARTS: usize = 64;
 
 /// Computes dq, dk and dv, contiguous. `lse` is `(batch, num_heads, seqlen_q)`, F32.
 pub(crate) fn backward(
@@ -232,8 +234,11 @@ fn group_parts(params: &AttnParams, gpu: &Gpu, chosen: &Chosen<BwdParams>) -> us
     };
     let wanted = gpu.multiprocessors * chosen.kernel.blocks_per_sm as usize * rounds;
     let group_size = params.group_size();
-    (1..=group_size)
-        .filter(|parts| group_size.is_multiple_of(*parts))
+    // The kernels multiply a part's number and the group's size in 32 bits.
+    let most = MAX_GROUP_PARTS.min(i32::MAX as usize / group_size);
+    let divisors = || (1..=most.min(group_size)).filter(|parts| group_size.is_multiple_of(*parts));
+    divisors()
         .find(|parts| blocks * parts >= wanted)
-        .unwrap_or(group_size)
+        .or_else(|| divisors().next_back())
+        .unwrap_or(1)
 }

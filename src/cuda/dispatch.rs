@@ -240,6 +240,7 @@ mod tests {
             offset_of!(ffi::AttnProblem, q_strides),
             offset_of!(ffi::AttnProblem, batch),
             offset_of!(ffi::AttnProblem, softmax_scale),
+            offset_of!(ffi::AttnProblem, tanh_scale),
             offset_of!(ffi::AttnProblem, element),
             size_of::<FwdParams>(),
             offset_of!(FwdParams, lse),
@@ -254,8 +255,8 @@ mod tests {
             ffi::ROW_PADDING,
             ffi::MAX_WINDOW as usize,
         ];
-        let mut theirs = [0; 18];
-        // SAFETY: it writes exactly as many numbers as kernels/common/layout.cu lists, 18.
+        let mut theirs = [0; 19];
+        // SAFETY: it writes exactly as many numbers as kernels/common/layout.cu lists, 19.
         unsafe { ffi::flash_layout(theirs.as_mut_ptr()) };
         assert_eq!(ours, theirs);
     }

@@ -48,6 +48,7 @@ pub(super) struct AttnProblem {
     pub(super) softmax_scale: f32,
     /// 0: off.
     pub(super) softcap: f32,
+    pub(super) tanh_scale: f32,
     pub(super) heads_together: i32,
     pub(super) element: i32,
 }

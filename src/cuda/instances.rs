@@ -11,7 +11,7 @@ macro_rules! instances {
         $forward! {
             "sm80/forward.cu", flash_fwd_sm80_hd64_smem99, 64, 99, Any;
             "sm80/forward.cu", flash_fwd_sm80_hd96_smem99, 96, 99, Any;
-            "sm80/forward.cu", flash_fwd_sm80_hd128_smem227, 128, 227, Any;
+            "sm80/forward.cu", flash_fwd_sm80_hd128_smem227, 128, 227, Plain;
             "sm80/forward.cu", flash_fwd_sm80_hd128_smem99, 128, 99, Any;
             "sm80/forward.cu", flash_fwd_sm80_hd192_smem99, 192, 99, Any;
             "sm80/forward.cu", flash_fwd_sm80_hd256_smem99, 256, 99, Any;

@@ -180,6 +180,9 @@ fn problem<E: Element>(params: &AttnParams, heads_together: usize) -> Result<ffi
         window_right: window(params.mask.window_right()),
         softmax_scale: params.softmax_scale as f32,
         softcap: params.softcap.unwrap_or(0.) as f32,
+        tanh_scale: params
+            .softcap
+            .map_or(0., |softcap| params.softmax_scale / softcap) as f32,
         heads_together: heads_together as i32,
         element: E::TYPE,
     })

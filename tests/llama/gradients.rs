@@ -1,12 +1,13 @@
 //! Every weight is reached by the backward pass, with the right gradient.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::loss::cross_entropy;
 use candle_transformers::models::llama::Config;
 
+use crate::device::for_each_device_with;
 use crate::model::{Attention, Llama};
 use crate::tiny;
 
@@ -14,7 +15,11 @@ type Vars = BTreeMap<String, Var>;
 
 /// The tiny model's weights as variables, which makes the model differentiable.
 fn vars(config: &Config, dtype: DType) -> Result<Vars> {
-    let weights = tiny::weights(config, dtype)?.into_iter();
+    variables(tiny::weights(config, dtype)?)
+}
+
+fn variables(weights: HashMap<String, Tensor>) -> Result<Vars> {
+    let weights = weights.into_iter();
     weights
         .map(|(name, weight)| Ok((name, Var::from_tensor(&weight)?)))
         .collect()
@@ -22,12 +27,13 @@ fn vars(config: &Config, dtype: DType) -> Result<Vars> {
 
 /// Logits of two sequences, `(2, 19, vocab_size)`, and the tokens that follow.
 fn logits(vars: &Vars, config: &Config, attention: Attention) -> Result<(Tensor, Tensor)> {
-    let weights = vars
+    let weights: HashMap<_, _> = vars
         .iter()
         .map(|(name, var)| (name.clone(), var.as_tensor().clone()))
         .collect();
+    let device = vars["model.embed_tokens.weight"].device();
+    let tokens = Tensor::from_vec(tiny::tokens(config, 2 * 20), (2, 20), device)?;
     let model = Llama::new(weights, config, attention)?;
-    let tokens = Tensor::from_vec(tiny::tokens(config, 2 * 20), (2, 20), &Device::Cpu)?;
     let logits = model.logits(&model.hidden(&tokens.narrow(1, 0, 19)?, None)?)?;
     Ok((logits, tokens.narrow(1, 1, 19)?))
 }
@@ -113,6 +119,41 @@ fn gradients_match_those_of_plain_attention() -> Result<()> {
             // A hundred roundings at f32's 6e-8.
             tiny::assert_close(&flash[&name], &expected, 1e-5, &name)?;
         }
+    }
+    Ok(())
+}
+
+/// Against f64 with the same weights.
+#[test]
+fn gradients_in_half_types_are_as_good_as_those_of_plain_attention() -> Result<()> {
+    for (dtype, tie_word_embeddings) in tiny::HALF_TYPES
+        .into_iter()
+        .flat_map(|dtype| [(dtype, false), (dtype, true)])
+    {
+        let config = Config {
+            tie_word_embeddings,
+            ..tiny::config()
+        };
+        let weights = tiny::weights(&config, dtype)?;
+        let exact = variables(tiny::converted(&weights, DType::F64, &Device::Cpu)?)?;
+        let truth = gradients(&exact, &config, Attention::Plain)?;
+        let head_dim = config.hidden_size / config.num_attention_heads;
+        for_each_device_with(dtype, head_dim, |device| {
+            let vars = variables(tiny::converted(&weights, dtype, device)?)?;
+            let flash = gradients(&vars, &config, Attention::Flash)?;
+            let plain = gradients(&vars, &config, Attention::Plain)?;
+            for (name, truth) in &truth {
+                let name = name.as_str();
+                let values = flash[name]
+                    .to_dtype(DType::F32)?
+                    .flatten_all()?
+                    .to_vec1::<f32>()?;
+                assert!(values.iter().all(|x| x.is_finite()), "{name}: not finite");
+                assert!(values.iter().any(|&x| x != 0.), "{name}: only zeros");
+                tiny::assert_as_good(&flash[name], &plain[name], truth, 3., name)?;
+            }
+            Ok(())
+        })?;
     }
     Ok(())
 }

@@ -5,12 +5,12 @@ use std::env;
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Device, IndexOp, Tensor};
 use candle_nn::VarBuilder;
-use candle_transformers::generation::LogitsProcessor;
 use candle_transformers::models::llama;
 
 use crate::checkpoint::Checkpoint;
-use crate::generate::{Generation, feed};
-use crate::model::{Attention, KvCache, Llama};
+use crate::device::for_each_device_with;
+use crate::greedy::{assert_continues, encode, place};
+use crate::model::{Attention, Llama};
 use crate::tiny;
 
 const VARIABLE: &str = "CANDLE_FLASH_GQA_SMOLLM2";
@@ -19,21 +19,36 @@ const PARAGRAPH: &str = "The lighthouse stood at the end of a long stone pier. E
     fishing boats came home, the keeper climbed the narrow stairs and lit the lamp. On clear nights its \
     beam could be seen from more than twenty miles away, and sailors used it to find the harbour.";
 
+/// Of SmolLM2.
+const HEAD_DIM: usize = 64;
+
 /// The model, or nothing where the file is not at hand, which is said aloud.
 fn checkpoint() -> Result<Option<Checkpoint>> {
+    checkpoint_on(DType::F32, &Device::Cpu)
+}
+
+fn checkpoint_on(dtype: DType, device: &Device) -> Result<Option<Checkpoint>> {
     let Ok(file) = env::var(VARIABLE) else {
         println!("skipped: {VARIABLE} is not set, scripts/fetch-model.sh says to what");
         return Ok(None);
     };
-    Checkpoint::open(&file, DType::F32, &Device::Cpu).map(Some)
+    Checkpoint::open(&file, dtype, device).map(Some)
 }
 
-fn encode(checkpoint: &Checkpoint, text: &str) -> Result<Vec<u32>> {
-    let encoding = checkpoint
-        .tokenizer
-        .encode(text, true)
-        .map_err(|error| anyhow!("{error}"))?;
-    Ok(encoding.get_ids().to_vec())
+/// Runs a test body in f32 on the CPU, where half types take minutes, and in the half types on a GPU.
+fn for_each_model(test: impl Fn(&Checkpoint) -> Result<()>) -> Result<()> {
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for_each_device_with(dtype, HEAD_DIM, |device| {
+            if device.is_cpu() && dtype != DType::F32 {
+                return Ok(());
+            }
+            match checkpoint_on(dtype, device)? {
+                Some(checkpoint) => test(&checkpoint),
+                None => Ok(()),
+            }
+        })?;
+    }
+    Ok(())
 }
 
 #[test]
@@ -107,11 +122,36 @@ fn smollm2_finds_a_paragraph_as_likely_as_candle_transformers_does() -> Result<(
     Ok(())
 }
 
+/// Where f32 is not to be had.
 #[test]
-fn smollm2_continues_with_the_known_tokens() -> Result<()> {
-    let Some(checkpoint) = checkpoint()? else {
+fn smollm2_is_as_good_in_half_types_as_with_plain_attention() -> Result<()> {
+    let Some(exact) = checkpoint()? else {
         return Ok(());
     };
+    let tokens = encode(&exact, PARAGRAPH)?;
+    let logits = |checkpoint: &Checkpoint, attention| -> Result<Tensor> {
+        let (dtype, device) = place(checkpoint);
+        let model = Llama::new(checkpoint.weights.clone(), &checkpoint.config, attention)?;
+        let input = Tensor::new(&tokens[..], &device)?.unsqueeze(0)?;
+        Ok(model
+            .logits(&model.hidden(&input, None)?)?
+            .to_dtype(dtype)?)
+    };
+    let truth = logits(&exact, Attention::Plain)?;
+    for_each_model(|checkpoint| {
+        if place(checkpoint).0 == DType::F32 {
+            return Ok(());
+        }
+        let flash = logits(checkpoint, Attention::Flash)?;
+        let plain = logits(checkpoint, Attention::Plain)?;
+        tiny::assert_as_good(&flash, &plain, &truth, 2., "logits")?;
+        Ok(())
+    })
+}
+
+/// Tokens on which f32, f16 and bf16 agree.
+#[test]
+fn smollm2_continues_with_the_known_tokens() -> Result<()> {
     let cases: [(&str, &[u32]); 2] = [
         (
             "The capital of France is",
@@ -124,28 +164,8 @@ fn smollm2_continues_with_the_known_tokens() -> Result<()> {
             ],
         ),
     ];
-    let model = Llama::new(
-        checkpoint.weights.clone(),
-        &checkpoint.config,
-        Attention::Flash,
-    )?;
-    for (prompt, expected) in cases {
-        let tokens = encode(&checkpoint, prompt)?;
-        let capacity = tokens.len() + expected.len();
-        let mut cache = KvCache::new(&checkpoint.config, 1, capacity, DType::F32, &Device::Cpu)?;
-        let logits = feed(&model, &mut cache, &tokens, Some(3), &Device::Cpu, |_| ())?;
-        let generation = Generation {
-            model: &model,
-            tokenizer: &checkpoint.tokenizer,
-            sampler: LogitsProcessor::new(0, None, None),
-            stops: checkpoint.stop_tokens(),
-            max_tokens: expected.len(),
-        };
-        assert_eq!(
-            generation.run(&mut cache, logits, |_| Ok(()))?,
-            expected,
-            "{prompt}"
-        );
-    }
-    Ok(())
+    for_each_model(|checkpoint| {
+        let mut cases = cases.iter();
+        cases.try_for_each(|(prompt, expected)| assert_continues(checkpoint, prompt, expected))
+    })
 }

@@ -61,6 +61,21 @@ pub fn weights(config: &Config, dtype: DType) -> Result<HashMap<String, Tensor>>
         .collect()
 }
 
+/// The types that every device has kernels for.
+pub const HALF_TYPES: [DType; 2] = [DType::F16, DType::BF16];
+
+/// The same weights in another type or on another device.
+pub fn converted(
+    weights: &HashMap<String, Tensor>,
+    dtype: DType,
+    device: &Device,
+) -> Result<HashMap<String, Tensor>> {
+    weights
+        .iter()
+        .map(|(name, weight)| Ok((name.clone(), weight.to_dtype(dtype)?.to_device(device)?)))
+        .collect()
+}
+
 /// `count` token ids below `config.vocab_size`.
 pub fn tokens(config: &Config, count: usize) -> Vec<u32> {
     let mut rng = StdRng::seed_from_u64(11);
@@ -79,6 +94,37 @@ pub fn assert_close(got: &Tensor, expected: &Tensor, tolerance: f64, what: &str)
     assert!(
         difference <= tolerance * largest,
         "{what}: off by {difference:.2e}, the largest element is {largest:.2e}"
+    );
+    Ok(())
+}
+
+/// Fails when `got` is further from the truth than `factor` times `plain`, which has the same dtype and device, and
+/// one rounding of the largest element.
+pub fn assert_as_good(
+    got: &Tensor,
+    plain: &Tensor,
+    truth: &Tensor,
+    factor: f64,
+    what: &str,
+) -> Result<()> {
+    assert_eq!(got.dtype(), plain.dtype(), "{what}");
+    let exact = |tensor: &Tensor| tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64);
+    let largest = |tensor: &Tensor| tensor.abs()?.max_all()?.to_scalar::<f64>();
+    let truth = exact(truth)?;
+    let error = |tensor: &Tensor| -> Result<f64> {
+        assert_eq!(tensor.dims(), truth.dims(), "{what}");
+        largest(&(exact(tensor)? - &truth)?)
+    };
+    let roundoff = match got.dtype() {
+        DType::BF16 => 2f64.powi(-8),
+        DType::F16 => 2f64.powi(-11),
+        dtype => panic!("{what}: half types only, got {dtype:?}"),
+    };
+    let (ours, plain) = (error(got)?, error(plain)?);
+    let limit = factor * plain + roundoff * largest(&truth)?;
+    assert!(
+        ours <= limit,
+        "{what}: off by {ours:.3e}, plain attention by {plain:.3e}, limit {limit:.3e}"
     );
     Ok(())
 }

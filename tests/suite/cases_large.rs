@@ -6,20 +6,22 @@
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 
-use crate::support::compare::{close, finite, identical};
-use crate::support::device::{for_each_device, for_each_device_with, for_each_dtype};
+use crate::support::compare::{close, finite, identical, identical_passes};
+use crate::support::device::{
+    for_each_device, for_each_device_with, for_each_dtype, for_each_usual_dtype,
+};
 use crate::support::problem::Problem;
-use crate::support::run;
+use crate::support::run::{self, Gradients, Passes};
 use crate::support::tensors::{Inputs, full, host, normal};
 use crate::support::verify::{self, unit_roundoff};
 
 #[test]
 fn case_06_fwd_and_bwd_of_2048_causal_rows_on_1024_keys() -> Result<()> {
-    for_each_device_with(DType::F32, 8, |device| {
+    for_each_usual_dtype(8, |device, dtype| {
         let twin = Problem::new(1, [5, 2], [1, 1], 8).causal();
-        verify::passes(&twin, &Inputs::normal(&twin, DType::F32, device, 6)?)?;
+        verify::passes(&twin, &Inputs::normal(&twin, dtype, device, 6)?)?;
         let problem = Problem::new(1, [2048, 1024], [1, 1], 32).causal();
-        let inputs = Inputs::normal(&problem, DType::F32, device, 6)?;
+        let inputs = Inputs::normal(&problem, dtype, device, 6)?;
         verify::passes(&problem, &inputs)?;
         Ok(())
     })
@@ -70,6 +72,7 @@ fn case_17_fwd_of_ones_at_33728_squared() -> Result<()> {
     for_each_dtype(8, |device, dtype| ones([33728, 33728], device, dtype))
 }
 
+/// Where lse is kept in f32 it can't tell such scores apart, so this is for the CPU; case 14 has what others can.
 #[test]
 fn case_20_scores_of_a_million_and_more() -> Result<()> {
     for_each_device_with(DType::F32, 64, |device| {
@@ -101,10 +104,10 @@ fn case_48_head_dim_63_over_32_heads() -> Result<()> {
 #[test]
 #[ignore = "the full size: minutes, and 137 GFLOP of plain attention"]
 fn case_48_head_dim_63_over_4096_rows() -> Result<()> {
-    for_each_device(|device| {
-        for (seqlen, head_dim) in [(4096, 63), (4095, 64)] {
+    for (seqlen, head_dim) in [(4096, 63), (4095, 64)] {
+        for_each_usual_dtype(head_dim, |device, dtype| {
             let problem = Problem::new(2, [seqlen; 2], [32, 32], head_dim);
-            let inputs = Inputs::normal(&problem, DType::F32, device, 48)?;
+            let inputs = Inputs::normal(&problem, dtype, device, 48)?;
             let (out, _) = run::forward(&problem, &inputs)?;
             finite("out", &out)?;
             // The last head of the last item, alone.
@@ -118,10 +121,10 @@ fn case_48_head_dim_63_over_4096_rows() -> Result<()> {
             };
             verify::forward(&alone, &inputs)?;
             let (expected, _) = run::forward(&alone, &inputs)?;
-            identical("last head", &last(&out)?, &expected)?;
-        }
-        Ok(())
-    })
+            identical("last head", &last(&out)?, &expected)
+        })?;
+    }
+    Ok(())
 }
 
 #[test]
@@ -138,27 +141,46 @@ fn case_54_bwd_of_8300_sequences_of_one_token() -> Result<()> {
     })
 }
 
+/// `count` indices from `first` on of dimension `dim`.
+fn part(inputs: &Inputs, dim: usize, first: usize, count: usize) -> Result<Inputs> {
+    let part = |x: &Tensor| x.narrow(dim, first, count)?.contiguous();
+    Ok(Inputs {
+        q: part(&inputs.q)?,
+        k: part(&inputs.k)?,
+        v: part(&inputs.v)?,
+        dout: part(&inputs.dout)?,
+    })
+}
+
 /// The items from `first` on must be what they are alone.
 fn last_items(problem: &Problem, first: usize, device: &Device, dtype: DType) -> Result<()> {
     let inputs = Inputs::normal(problem, dtype, device, 55)?;
     let passes = run::forward_backward(problem, &inputs)?;
     let count = problem.batch - first;
-    let part = |x: &Tensor| x.narrow(0, first, count)?.contiguous();
-    let last = Inputs {
-        q: part(&inputs.q)?,
-        k: part(&inputs.k)?,
-        v: part(&inputs.v)?,
-        dout: part(&inputs.dout)?,
-    };
+    let last = part(&inputs, 0, first, count)?;
     let alone = Problem {
         batch: count,
         ..problem.clone()
     };
-    let expected = verify::passes(&alone, &last)?;
-    for ((name, all), (_, last)) in passes.named().into_iter().zip(expected.named()) {
-        identical(&format!("{name} of {problem:?}"), &part(all)?, last)?;
+    let items = |x: &Tensor| x.narrow(0, first, count)?.contiguous();
+    let passes = Passes {
+        out: items(&passes.out)?,
+        lse: items(&passes.lse)?,
+        grads: Gradients {
+            dq: items(&passes.grads.dq)?,
+            dk: items(&passes.grads.dk)?,
+            dv: items(&passes.grads.dv)?,
+        },
+    };
+    verify::results(&alone, &last, &passes)?;
+    if !device.is_cpu() && problem.num_heads > problem.num_kv_heads {
+        // Few blocks share out the heads of a group, so dk and dv are other sums.
+        return Ok(());
     }
-    Ok(())
+    let expected = verify::passes(&alone, &last)?;
+    let how = format!("as the last of {}", problem.batch);
+    // A single tile of keys has no order in which it could add to dq.
+    identical_passes(&how, &alone.deterministic(), &passes, &expected)
 }
 
 /// The real case has 28800 sequences, 1 GB a tensor.
@@ -211,13 +233,13 @@ fn case_57_fwd_of_causal_rows_on_4_million_keys() -> Result<()> {
 
 #[test]
 fn case_58_more_items_than_16_bits_count() -> Result<()> {
-    for_each_device_with(DType::F32, 16, |device| {
+    for_each_usual_dtype(16, |device, dtype| {
         for problem in [
             Problem::new(65540, [1, 1], [1, 1], 16),
             Problem::new(10923, [3, 3], [6, 3], 16).causal(),
-            Problem::new(80000, [16, 16], [1, 1], 4).causal(),
+            Problem::new(80000, [16, 16], [1, 1], 8).causal(),
         ] {
-            last_items(&problem, problem.batch - 3, device, DType::F32)?;
+            last_items(&problem, problem.batch - 3, device, dtype)?;
         }
         Ok(())
     })
@@ -225,22 +247,16 @@ fn case_58_more_items_than_16_bits_count() -> Result<()> {
 
 #[test]
 fn case_58_more_heads_than_16_bits_count() -> Result<()> {
-    for_each_device_with(DType::F32, 16, |device| {
+    for_each_usual_dtype(16, |device, dtype| {
         let problem = Problem::new(1, [10, 10], [65536, 65536], 16);
-        let inputs = Inputs::normal(&problem, DType::F32, device, 58)?;
+        let inputs = Inputs::normal(&problem, dtype, device, 58)?;
         let passes = run::forward_backward(&problem, &inputs)?;
-        let part = |x: &Tensor, dim| x.narrow(dim, 65533, 3)?.contiguous();
-        let last = Inputs {
-            q: part(&inputs.q, 2)?,
-            k: part(&inputs.k, 2)?,
-            v: part(&inputs.v, 2)?,
-            dout: part(&inputs.dout, 2)?,
-        };
+        let last = part(&inputs, 2, 65533, 3)?;
         let alone = Problem::new(1, [10, 10], [3, 3], 16);
         let expected = verify::passes(&alone, &last)?;
         for ((name, all), (_, last)) in passes.named().into_iter().zip(expected.named()) {
             let dim = if name == "lse" { 1 } else { 2 };
-            identical(name, &part(all, dim)?, last)?;
+            identical(name, &all.narrow(dim, 65533, 3)?, last)?;
         }
         Ok(())
     })
@@ -249,17 +265,27 @@ fn case_58_more_heads_than_16_bits_count() -> Result<()> {
 /// The same with one key/value head: 65536 rows of a single group.
 #[test]
 fn case_58_a_group_of_more_heads_than_16_bits_count() -> Result<()> {
-    for_each_device_with(DType::F32, 4, |device| {
-        let problem = Problem::new(1, [1, 3], [65537, 1], 4);
+    for_each_usual_dtype(8, |device, dtype| {
+        let problem = Problem::new(1, [1, 3], [65537, 1], 8);
         let inputs = Inputs {
-            v: full(&problem.kv_dims(), 2., DType::F32, device)?,
-            ..Inputs::normal(&problem, DType::F32, device, 59)?
+            v: full(&problem.kv_dims(), 2., dtype, device)?,
+            ..Inputs::normal(&problem, dtype, device, 59)?
         };
         let passes = run::forward_backward(&problem, &inputs)?;
+        // The plain formula is for the CPU: not every cuBLAS takes a batch of so many.
+        verify::results(&problem, &inputs.to_device(&Device::Cpu)?, &passes)?;
         let twos = vec![2.; inputs.q.elem_count()];
-        close("out", &passes.out, &twos, 1e-6)?;
-        let dv = passes.grads.dv.sum(1)?;
-        let dout = inputs.dout.to_dtype(DType::F64)?.sum(2)?;
-        close("sum of dv", &dv, &host(&dout)?, 0.05)
+        close(
+            "out",
+            &passes.out,
+            &twos,
+            (4. * unit_roundoff(dtype)).max(1e-6),
+        )?;
+        if dtype == DType::F32 {
+            let dv = passes.grads.dv.sum(1)?;
+            let dout = inputs.dout.to_dtype(DType::F64)?.sum(2)?;
+            close("sum of dv", &dv, &host(&dout)?, 0.05)?;
+        }
+        Ok(())
     })
 }

@@ -5,12 +5,15 @@ use candle_core::{DType, Tensor, Var};
 use candle_flash_gqa::{AttnOptions, flash_attn_with};
 
 use crate::support::compare::identical;
-use crate::support::device::{for_each_device, for_each_device_with, for_each_dtype};
+use crate::support::device::{
+    check_still_works, dtypes, for_each_device, for_each_dtype, for_each_stream,
+};
 use crate::support::problem::Problem;
 use crate::support::run;
 use crate::support::tensors::Inputs;
 
-/// out and lse of the untracked forward, then those of the tracked one and the gradients.
+/// out and lse of the untracked forward, then those of the tracked one and the gradients; all are there when
+/// it returns, for whatever thread reads them.
 fn everything(problem: &Problem, inputs: &Inputs) -> Result<Vec<(String, Tensor)>> {
     let problem = &problem.clone().deterministic();
     let (out, lse) = run::forward(problem, inputs)?;
@@ -18,6 +21,7 @@ fn everything(problem: &Problem, inputs: &Inputs) -> Result<Vec<(String, Tensor)
     for (name, tensor) in run::forward_backward(problem, inputs)?.named() {
         results.push((name.into(), tensor.clone()));
     }
+    inputs.q.device().synchronize()?;
     Ok(results)
 }
 
@@ -56,6 +60,7 @@ fn any_number_of_threads_gives_the_same_bits() -> Result<()> {
     for_each_dtype(64, |device, dtype| {
         for problem in problems() {
             let inputs = Inputs::normal(&problem, dtype, device, 70)?;
+            device.synchronize()?;
             let mut first = None;
             for threads in [1, 2, 3, 7] {
                 let pool = rayon::ThreadPoolBuilder::new()
@@ -136,21 +141,27 @@ fn the_deterministic_option_gives_the_same_bits() -> Result<()> {
 /// Other work on the same threads must not change anything, nor keep the backward from ending.
 #[test]
 fn calls_from_several_threads_at_once_give_the_same_bits() -> Result<()> {
-    for_each_device_with(DType::F32, 32, |device| {
-        let problem = Problem::new(1, [300, 300], [4, 2], 32).causal();
-        let inputs = Inputs::normal(&problem, DType::F32, device, 72)?;
-        let first = everything(&problem, &inputs)?;
-        let results = std::thread::scope(|scope| {
-            let call = || everything(&problem, &inputs);
-            let threads: Vec<_> = (0..4).map(|_| scope.spawn(call)).collect();
-            threads
-                .into_iter()
-                .map(|thread| thread.join())
-                .collect::<Vec<_>>()
-        });
-        for results in results {
-            let results = results.expect("a thread panicked")?;
-            check_identical("beside others", &problem, &results, &first)?;
+    for_each_stream(|device| {
+        for dtype in dtypes(device, 32) {
+            let problem = Problem::new(1, [300, 300], [4, 2], 32).causal();
+            let inputs = Inputs::normal(&problem, dtype, device, 72)?;
+            let first = everything(&problem, &inputs)?;
+            let results = std::thread::scope(|scope| {
+                let call = || -> Result<Vec<_>> {
+                    (0..3).map(|_| everything(&problem, &inputs)).collect()
+                };
+                let threads: Vec<_> = (0..4).map(|_| scope.spawn(call)).collect();
+                threads
+                    .into_iter()
+                    .map(|thread| thread.join())
+                    .collect::<Vec<_>>()
+            });
+            for results in results {
+                for results in results.expect("a thread panicked")? {
+                    check_identical("beside others", &problem, &results, &first)?;
+                }
+            }
+            check_still_works(device)?;
         }
         Ok(())
     })
@@ -160,9 +171,9 @@ fn calls_from_several_threads_at_once_give_the_same_bits() -> Result<()> {
 #[test]
 fn calls_from_inside_a_pool_give_the_same_bits() -> Result<()> {
     use rayon::prelude::*;
-    for_each_device_with(DType::F32, 32, |device| {
+    for_each_dtype(32, |device, dtype| {
         let problem = Problem::new(1, [300, 300], [4, 2], 32).causal();
-        let inputs = Inputs::normal(&problem, DType::F32, device, 73)?;
+        let inputs = Inputs::normal(&problem, dtype, device, 73)?;
         let first = everything(&problem, &inputs)?;
         let results: Result<Vec<_>> = (0..6)
             .into_par_iter()

@@ -54,6 +54,16 @@ fn equals_repeated_heads(problem: &Problem, device: &Device) -> Result<()> {
     close_to(&name("dv"), &ours.grads.dv, &dv?, 1e-11)
 }
 
+/// The definition's heads, on the devices that have no f64.
+fn holds_in_half_types(problem: &Problem, device: &Device) -> Result<()> {
+    for dtype in [DType::F16, DType::BF16] {
+        if !device.is_cpu() && is_supported(device, dtype, problem.head_dim) {
+            verify::both(problem, &Inputs::normal(problem, dtype, device, 42)?)?;
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn case_42_head_h_reads_key_value_head_h_over_group() -> Result<()> {
     const HEADS: [[usize; 2]; 8] = [
@@ -71,6 +81,7 @@ fn case_42_head_h_reads_key_value_head_h_over_group() -> Result<()> {
             for causal in [false, true] {
                 let problem = Problem::new(2, [19, 37], heads, 16).with_causal(causal);
                 equals_repeated_heads(&problem, device)?;
+                holds_in_half_types(&problem, device)?;
             }
         }
         Ok(())
@@ -117,6 +128,7 @@ fn case_44_causal_groups_equal_repeated_heads() -> Result<()> {
             let head_dim = if seqlen > 200 { 16 } else { 64 };
             let problem = Problem::new(1, [seqlen; 2], [8, 2], head_dim).causal();
             equals_repeated_heads(&problem, device)?;
+            holds_in_half_types(&problem, device)?;
         }
         Ok(())
     })

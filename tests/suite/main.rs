@@ -5,7 +5,8 @@
 //! * [`gqa`]: grouped heads; [`op`]: the op in candle's graph; [`strides`]: views and storage orders;
 //! * [`cases`], [`cases_backward`], [`cases_large`]: the inputs that have broken other kernels;
 //! * [`nan`]: where NaN and infinity go and where they don't;
-//! * [`determinism`]: the same bits from any number of threads; [`simd`]: other instruction sets;
+//! * [`determinism`]: the same bits from any number of threads; [`stress`]: under load, and where the device refuses;
+//! * [`simd`]: other instruction sets, [`sanitizer`]: other GPUs, and a grid small enough for a checker;
 //! * [`property`]: random shapes, strides and options;
 //! * [`training`]: the ops beside the attention.
 
@@ -21,7 +22,9 @@ mod nan;
 mod op;
 mod params;
 mod property;
+mod sanitizer;
 mod simd;
+mod stress;
 mod strides;
 mod support;
 mod training;

@@ -8,7 +8,7 @@ use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor};
 
 use crate::support::compare::{finite, identical, same_pattern};
-use crate::support::device::for_each_dtype;
+use crate::support::device::{for_each_dtype, for_each_usual_dtype};
 use crate::support::layout::Layout;
 use crate::support::naive;
 use crate::support::problem::Problem;
@@ -207,6 +207,35 @@ fn case_18_keys_of_the_future_are_nan() -> Result<()> {
                 let (out, _) = run::forward(&problem, &poisoned)?;
                 finite("untracked out", &rows(&out)?)?;
             }
+        }
+        Ok(())
+    })
+}
+
+/// Form 1 where the keys of the future start at the edge of a tile, of whatever size: a multiple of 64, 80, 96, 128,
+/// 160 and 192.
+#[test]
+fn case_18_keys_beyond_the_tile_of_a_row_are_nan() -> Result<()> {
+    const EDGE: usize = 1920;
+    for_each_usual_dtype(16, |device, dtype| {
+        let problem = Problem::new(1, [EDGE + 20; 2], [2, 1], 16)
+            .causal()
+            .deterministic();
+        let inputs = Inputs::normal(&problem, dtype, device, 18)?;
+        let poisoned = Inputs {
+            k: fill(&inputs.k, 1, EDGE..EDGE + 20, f64::NAN)?,
+            v: fill(&inputs.v, 1, EDGE..EDGE + 20, f64::NAN)?,
+            ..inputs.clone()
+        };
+        let clean = run::forward_backward(&problem, &inputs)?;
+        let passes = run::forward_backward(&problem, &poisoned)?;
+        for (name, ours, clean) in [
+            ("out", &passes.out, &clean.out),
+            ("dq", &passes.grads.dq, &clean.grads.dq),
+        ] {
+            let rows = |x: &Tensor| x.narrow(1, 0, EDGE);
+            finite(name, &rows(ours)?)?;
+            identical(name, &rows(ours)?, &rows(clean)?)?;
         }
         Ok(())
     })

@@ -4,23 +4,12 @@ use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Tensor, Var};
 use candle_flash_gqa::flash_attn_with;
 
-use crate::support::compare::{close_to, identical};
+use crate::support::compare::{close_to, identical, identical_passes};
 use crate::support::device::for_each_dtype;
 use crate::support::layout::Layout;
 use crate::support::problem::Problem;
-use crate::support::run::{self, Passes};
+use crate::support::run;
 use crate::support::tensors::{Inputs, normal};
-
-fn check_identical(name: &str, ours: &Passes, theirs: &Passes) -> Result<()> {
-    for ((of, a), (_, b)) in ours.named().into_iter().zip(theirs.named()) {
-        identical(
-            &format!("{of} of {name}"),
-            &a.contiguous()?,
-            &b.contiguous()?,
-        )?;
-    }
-    Ok(())
-}
 
 /// Stores q, k and v in these layouts, between NaN, and compares with contiguous copies.
 fn check_layouts(
@@ -29,6 +18,8 @@ fn check_layouts(
     dtype: DType,
     device: &candle_core::Device,
 ) -> Result<()> {
+    let problem = &problem.clone().deterministic();
+    let how = format!("in {layouts:?}");
     let name = format!("{layouts:?} in {problem:?}");
     let inputs = Inputs::normal(problem, dtype, device, 37)?;
     let q = layouts[0].store(&inputs.q)?;
@@ -49,7 +40,7 @@ fn check_layouts(
 
     let contiguous = run::forward_backward(problem, &inputs)?;
     let viewed = run::through_views(problem, [&q, &k, &v], view, &inputs.dout)?;
-    check_identical(&name, &viewed, &contiguous)
+    identical_passes(&how, problem, &viewed, &contiguous)
 }
 
 #[test]
@@ -90,29 +81,32 @@ fn case_36_a_strided_head_dim() -> Result<()> {
 
 #[test]
 fn case_51_odd_offsets_and_odd_row_strides() -> Result<()> {
-    for_each_dtype(46, |device, dtype| {
-        for head_dim in [46, 64] {
+    for head_dim in [46, 64] {
+        for_each_dtype(head_dim, |device, dtype| {
             let problem = Problem::new(1, [33, 70], [2, 1], head_dim);
-            check_layouts(&problem, [Layout::ODD_ROWS; 3], dtype, device)?;
-        }
-        Ok(())
-    })
+            check_layouts(&problem, [Layout::ODD_ROWS; 3], dtype, device)
+        })?;
+    }
+    Ok(())
 }
 
 #[test]
 fn views_with_gaps_on_every_side() -> Result<()> {
-    for_each_dtype(20, |device, dtype| {
-        let problem = Problem::new(2, [41, 67], [4, 2], 20).causal();
-        for layouts in [
-            [Layout::WILD; 3],
-            [Layout::FUSED, Layout::CACHE, Layout::CACHE],
-            [Layout::CONTIGUOUS, Layout::WILD, Layout::ODD_ROWS],
-            [Layout::STRIDED_LAST, Layout::SBHD, Layout::WILD],
-        ] {
-            check_layouts(&problem, layouts, dtype, device)?;
-        }
-        Ok(())
-    })
+    for head_dim in [20, 24] {
+        for_each_dtype(head_dim, |device, dtype| {
+            let problem = Problem::new(2, [41, 67], [4, 2], head_dim).causal();
+            for layouts in [
+                [Layout::WILD; 3],
+                [Layout::FUSED, Layout::CACHE, Layout::CACHE],
+                [Layout::CONTIGUOUS, Layout::WILD, Layout::ODD_ROWS],
+                [Layout::STRIDED_LAST, Layout::SBHD, Layout::WILD],
+            ] {
+                check_layouts(&problem, layouts, dtype, device)?;
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
 }
 
 /// A projection `(batch, seqlen, (num_heads + 2 * num_kv_heads) * head_dim)` cut into q, k and v.
@@ -265,7 +259,7 @@ fn case_34_output_gradients_out_of_a_larger_tensor() -> Result<()> {
     for seqlen in [97, 128, 200, 256] {
         let head_dim = if seqlen > 128 { 64 } else { 128 };
         for_each_dtype(head_dim, |device, dtype| {
-            let problem = Problem::new(5, [seqlen; 2], [2, 2], head_dim);
+            let problem = Problem::new(5, [seqlen; 2], [2, 2], head_dim).deterministic();
             let inputs = Inputs::normal(&problem, dtype, device, 34)?;
             let dims = [seqlen, 5, 2, 2 * head_dim];
             let larger = normal(&dims, 1., dtype, device, 35)?;

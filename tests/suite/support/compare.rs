@@ -1,8 +1,11 @@
 //! Where two results differ, and by how much.
 
 use anyhow::{Result, bail, ensure};
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
+use half::{bf16, f16};
 
+use super::problem::Problem;
+use super::run::Passes;
 use super::tensors::host;
 
 /// Fails unless every number is within `limit` of the truth.
@@ -67,22 +70,52 @@ pub fn identical(name: &str, ours: &Tensor, theirs: &Tensor) -> Result<()> {
         theirs.dtype(),
         theirs.dims()
     );
-    // Every other float type is exact in f64, so equal bits there are equal bits here.
-    let (a, b) = (host(ours)?, host(theirs)?);
-    let differing: Vec<usize> = (0..a.len())
-        .filter(|&i| a[i].to_bits() != b[i].to_bits())
-        .collect();
+    let (a, b) = (bits(ours)?, bits(theirs)?);
+    let differing: Vec<usize> = (0..a.len()).filter(|&i| a[i] != b[i]).collect();
     if let (Some(&first), Some(&last)) = (differing.first(), differing.last()) {
         bail!(
             "{name} of shape {:?}: {:e} and {:e} at {:?}; {} of {} numbers differ, the last at {:?}",
             ours.dims(),
-            a[first],
-            b[first],
+            host(ours)?[first],
+            host(theirs)?[first],
             coordinates(first, ours.dims()),
             differing.len(),
             a.len(),
             coordinates(last, ours.dims()),
         );
+    }
+    Ok(())
+}
+
+/// The bits of each number in row-major order.
+fn bits(tensor: &Tensor) -> Result<Vec<u64>> {
+    let tensor = tensor.to_device(&Device::Cpu)?.flatten_all()?;
+    let bits = match tensor.dtype() {
+        DType::F16 => {
+            let values = tensor.to_vec1::<f16>()?;
+            values.iter().map(|x| u64::from(x.to_bits())).collect()
+        }
+        DType::BF16 => {
+            let values = tensor.to_vec1::<bf16>()?;
+            values.iter().map(|x| u64::from(x.to_bits())).collect()
+        }
+        // Exact in f64, so equal bits there are equal bits here.
+        _ => host(&tensor)?.into_iter().map(f64::to_bits).collect(),
+    };
+    Ok(bits)
+}
+
+/// [`identical`] for all that a call gives. On a GPU dq may differ unless the problem asks for the same bits.
+pub fn identical_passes(
+    how: &str,
+    problem: &Problem,
+    ours: &Passes,
+    theirs: &Passes,
+) -> Result<()> {
+    for ((of, ours), (_, theirs)) in ours.named().into_iter().zip(theirs.named()) {
+        if of != "dq" || problem.deterministic || ours.device().is_cpu() {
+            identical(&format!("{of} {how} of {problem:?}"), ours, theirs)?;
+        }
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! The devices and dtypes that every test body runs on.
 
-use anyhow::{Context, Result};
-use candle_core::{DType, Device};
+use anyhow::{Context, Result, ensure};
+use candle_core::{DType, Device, Tensor};
 use candle_flash_gqa::is_supported;
 
 /// The float types of candle that the op may have kernels for.
@@ -14,7 +14,8 @@ pub fn devices() -> Vec<Device> {
     devices
 }
 
-/// The first GPU, with the feature `cuda`; all tests share its stream.
+/// The first GPU, with the feature `cuda`. candle gives each host thread a stream of its own there and lets
+/// none wait for another: a tensor that goes from one thread to another takes a `synchronize` first.
 #[cfg(feature = "cuda")]
 pub fn gpu() -> Option<Device> {
     static GPU: std::sync::OnceLock<Device> = std::sync::OnceLock::new();
@@ -34,10 +35,29 @@ pub fn dtypes(device: &Device, head_dim: usize) -> Vec<DType> {
     dtypes
 }
 
+/// Fails if an earlier launch did and was swallowed: the device would do nothing any more.
+pub fn check_still_works(device: &Device) -> Result<()> {
+    device.synchronize()?;
+    let two = (Tensor::ones((), DType::F32, device)? + 1.)?;
+    ensure!(two.to_scalar::<f32>()? == 2.);
+    Ok(())
+}
+
 /// Runs a test body on each device.
 pub fn for_each_device(test: impl Fn(&Device) -> Result<()>) -> Result<()> {
     for device in devices() {
         test(&device).with_context(|| format!("on {:?}", device.location()))?;
+    }
+    Ok(())
+}
+
+/// Runs a test body on the CPU, and on the GPU through devices of its own, which share no cuBLAS with other tests:
+/// one with a stream for each thread, one with a single stream.
+pub fn for_each_stream(test: impl Fn(&Device) -> Result<()>) -> Result<()> {
+    test(&Device::Cpu).context("on the CPU")?;
+    if gpu().is_some() {
+        test(&Device::new_cuda(0)?).context("on a stream for each thread")?;
+        test(&Device::new_cuda_with_stream(0)?).context("on a single stream")?;
     }
     Ok(())
 }
@@ -64,5 +84,19 @@ pub fn for_each_dtype(head_dim: usize, test: impl Fn(&Device, DType) -> Result<(
             test(device, dtype).with_context(|| format!("in {dtype:?}"))?;
         }
         Ok(())
+    })
+}
+
+/// Runs a test body in F32 on the CPU, and in each dtype that a GPU supports: for what takes too long to run in
+/// every dtype on the CPU.
+pub fn for_each_usual_dtype(
+    head_dim: usize,
+    test: impl Fn(&Device, DType) -> Result<()>,
+) -> Result<()> {
+    for_each_dtype(head_dim, |device, dtype| {
+        if device.is_cpu() && dtype != DType::F32 {
+            return Ok(());
+        }
+        test(device, dtype)
     })
 }

@@ -91,6 +91,39 @@ pub fn problems(seed: u64) -> Vec<Problem> {
     cover(seed).into_iter().map(problem).collect()
 }
 
+/// A handful with some of everything, for what can't run the whole grid.
+pub fn small_problems() -> Vec<Problem> {
+    vec![
+        Problem::new(1, [1, 1], [1, 1], 1),
+        Problem::new(2, [33, 70], [4, 2], 40).causal(),
+        Problem::new(1, [100, 50], [3, 1], 63).causal().softcap(2.),
+        Problem::new(1, [97, 129], [2, 2], 64).window(Some(20), Some(5)),
+        Problem::new(1, [65, 65], [2, 1], 128).alibi(),
+        Problem::new(1, [3, 1100], [2, 1], 24).causal().alibi(),
+        Problem::new(1, [1, 200], [7, 1], 80).softcap(2.),
+        Problem::new(1, [20, 30], [2, 1], 256).causal(),
+        Problem::new(1, [130, 190], [4, 1], 64)
+            .causal()
+            .deterministic(),
+        Problem::new(2, [129, 65], [2, 2], 64).alibi_of_batch(),
+        Problem::new(1, [150, 110], [2, 1], 72).causal(),
+        Problem::new(1, [70, 199], [2, 2], 128)
+            .window(Some(0), Some(40))
+            .deterministic(),
+        Problem::new(1, [129, 129], [3, 1], 128)
+            .causal()
+            .softcap(5.)
+            .alibi(),
+        Problem::new(1, [60, 140], [2, 2], 192).deterministic(),
+        Problem::new(1, [90, 131], [4, 2], 256)
+            .causal()
+            .window(Some(30), None),
+        Problem::new(1, [129, 33], [2, 1], 256)
+            .softcap(3.)
+            .deterministic(),
+    ]
+}
+
 /// Runs `test` on every problem of the grid, and fails with a list of those that failed.
 pub fn for_each_problem(
     seed: u64,

@@ -8,8 +8,10 @@
 //! * [`run`]: the op and the plain formula, with gradients;
 //! * [`compare`]: where two results differ, and by how much;
 //! * [`verify`]: the error rule, against the plain computation in the same dtype;
-//! * [`grid`]: cases that cover every pair of values.
+//! * [`grid`]: cases that cover every pair of values, and a handful;
+//! * [`child`]: tests in a process of their own.
 
+pub mod child;
 pub mod compare;
 pub mod device;
 pub mod grid;

@@ -54,6 +54,16 @@ pub fn forward_backward(problem: &Problem, inputs: &Inputs) -> Result<Passes> {
     )
 }
 
+/// [`forward_backward`] for calls that queue up on the device: nothing is copied to it, which could wait for
+/// it, provided that there is no alibi.
+pub fn queued(problem: &Problem, inputs: &Inputs) -> Result<Passes> {
+    let sources = [&inputs.q, &inputs.k, &inputs.v];
+    let view = |_, source: &Tensor| Ok(source.clone());
+    passes(problem, sources, view, &inputs.dout, |product| {
+        Ok(product.clone())
+    })
+}
+
 /// The op on `view(0, sources[0])`, and so on, as q, k and v. The gradients are those of the views.
 pub fn through_views(
     problem: &Problem,
@@ -61,9 +71,19 @@ pub fn through_views(
     view: impl Fn(usize, &Tensor) -> Result<Tensor>,
     dout: &Tensor,
 ) -> Result<Passes> {
+    passes(problem, sources, view, dout, Tensor::sum_all)
+}
+
+fn passes(
+    problem: &Problem,
+    sources: [&Tensor; 3],
+    view: impl Fn(usize, &Tensor) -> Result<Tensor>,
+    dout: &Tensor,
+    loss: Loss,
+) -> Result<Passes> {
     let options = problem.options(sources[0].device())?;
     let mut lse = None;
-    let (out, grads) = differentiate(sources, view, dout, |q, k, v| {
+    let (out, grads) = differentiate(sources, view, dout, loss, |q, k, v| {
         let (out, row_lse) = flash_attn_with_lse(q, k, v, &options)?;
         lse = Some(row_lse);
         Ok(out)
@@ -107,19 +127,24 @@ pub fn plain(problem: &Problem, inputs: &Inputs) -> Result<(Tensor, Gradients)> 
     Ok((out.to_dtype(dtype)?, grads))
 }
 
-fn plain_as_it_is(problem: &Problem, inputs: &Inputs) -> Result<(Tensor, Gradients)> {
+/// [`plain`] where nothing overflows.
+pub(super) fn plain_as_it_is(problem: &Problem, inputs: &Inputs) -> Result<(Tensor, Gradients)> {
     let options = problem.options(inputs.q.device())?;
     let sources = [&inputs.q, &inputs.k, &inputs.v];
     let view = |_, source: &Tensor| Ok(source.clone());
-    differentiate(sources, view, &inputs.dout, |q, k, v| {
+    differentiate(sources, view, &inputs.dout, Tensor::sum_all, |q, k, v| {
         Ok(reference(q, k, v, &options)?)
     })
 }
+
+/// What of `out * dout` is differentiated: its sum, or itself, which has the same gradient.
+type Loss = fn(&Tensor) -> candle_core::Result<Tensor>;
 
 fn differentiate(
     sources: [&Tensor; 3],
     view: impl Fn(usize, &Tensor) -> Result<Tensor>,
     dout: &Tensor,
+    loss: Loss,
     attention: impl FnOnce(&Tensor, &Tensor, &Tensor) -> Result<Tensor>,
 ) -> Result<(Tensor, Gradients)> {
     let [q, k, v] = sources.map(Var::from_tensor);
@@ -129,7 +154,7 @@ fn differentiate(
         &view(1, &vars[1])?,
         &view(2, &vars[2])?,
     )?;
-    let grads = (&out * dout)?.sum_all()?.backward()?;
+    let grads = loss(&(&out * dout)?)?.backward()?;
     let grad = |i: usize| -> Result<Tensor> {
         let grad = grads.get(&vars[i]).context("an input without gradient")?;
         view(i, grad)

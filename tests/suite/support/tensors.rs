@@ -56,6 +56,16 @@ impl Inputs {
         })
     }
 
+    /// The same on another device.
+    pub fn to_device(&self, device: &Device) -> Result<Self> {
+        Ok(Self {
+            q: self.q.to_device(device)?,
+            k: self.k.to_device(device)?,
+            v: self.v.to_device(device)?,
+            dout: self.dout.to_device(device)?,
+        })
+    }
+
     /// The input of that name.
     pub fn get_mut(&mut self, name: &str) -> &mut Tensor {
         match name {
@@ -95,6 +105,17 @@ pub fn full(dims: &[usize], value: f64, dtype: DType, device: &Device) -> Result
 pub fn from_host(values: &[f64], dims: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
     let tensor = Tensor::from_slice(values, dims, &Device::Cpu)?;
     Ok(tensor.to_dtype(dtype)?.to_device(device)?)
+}
+
+/// `(1, rows, 1, head_dim)`: rows of a few numbers, the rest of each 0.
+pub fn padded_rows<const N: usize>(
+    rows: &[[f64; N]],
+    head_dim: usize,
+    dtype: DType,
+    device: &Device,
+) -> Result<Tensor> {
+    let rows = from_host(rows.as_flattened(), &[1, rows.len(), 1, N], dtype, device)?;
+    Ok(rows.pad_with_zeros(3, 0, head_dim - N)?)
 }
 
 /// The values of a tensor in row-major order.

@@ -63,6 +63,31 @@ pub fn both_of_large(problem: &Problem, inputs: &Inputs) -> Result<Passes> {
     Ok(passes)
 }
 
+/// [`both_of_large`] where the plain formula's `q·k` overflows f16. It gets `q / 16` and 16 times the scale: the
+/// same problem, since powers of two are exact.
+pub fn both_of_overflowing(problem: &Problem, inputs: &Inputs) -> Result<()> {
+    const FACTOR: f32 = 16.;
+    forward_of_large(problem, inputs)?;
+    let scale = problem.softmax_scale;
+    let scale = scale.unwrap_or((problem.head_dim as f32).sqrt().recip());
+    let smaller = Inputs {
+        q: (&inputs.q / f64::from(FACTOR))?,
+        ..inputs.clone()
+    };
+    let (_, mut plain) = run::plain_as_it_is(&problem.clone().scale(FACTOR * scale), &smaller)?;
+    plain.dq = (plain.dq / f64::from(FACTOR))?;
+    let ours = run::forward_backward(problem, inputs)?;
+    let truth = Truth::forward(problem, inputs)?;
+    let plain_out = run::plain_forward(problem, inputs)?;
+    truth.check_forward(problem, &ours.out, &ours.lse, &plain_out, RULE_OF_LARGE)?;
+    truth.check_backward(problem, inputs, &ours.grads, &plain, RULE_OF_LARGE)
+}
+
+/// Checks one gradient of whatever computation against the truth and the plain computation in the same dtype.
+pub fn gradient(name: &str, ours: &Tensor, plain: &Tensor, truth: &[f64]) -> Result<()> {
+    check_gradient(name, ours, plain, truth, RULE)
+}
+
 /// Checks results that were computed from these inputs in whatever way.
 pub fn results(problem: &Problem, inputs: &Inputs, passes: &Passes) -> Result<()> {
     check_passes(problem, inputs, passes, RULE)
@@ -134,17 +159,8 @@ impl Truth {
         let truth = [truth.dq, truth.dk, truth.dv];
         for (((name, ours), (_, plain)), truth) in ours.named().iter().zip(plain.named()).zip(truth)
         {
-            ensure!(ours.dims() == plain.dims(), "{name}: {:?}", ours.dims());
-            ensure!(ours.dtype() == plain.dtype(), "{name}: {:?}", ours.dtype());
-            // The half types need the whole absolute term that the rule grants, f32 less.
-            let largest = largest(&truth).max(1.);
-            let atol = match ours.dtype() {
-                DType::F64 => rule.atol_f64 * largest,
-                DType::F32 => (5e-5 * largest).min(1e-3),
-                _ => 1e-3,
-            };
-            let limit = limit(plain, &truth, rule.backward_factor, atol)?;
-            close(name, ours, &truth, limit).with_context(|| format!("{problem:?}"))?;
+            check_gradient(name, ours, plain, &truth, rule)
+                .with_context(|| format!("{problem:?}"))?;
         }
         check_blind_rows(problem, "dq", &ours.dq)?;
         for (name, grad) in [("dk", &ours.dk), ("dv", &ours.dv)] {
@@ -152,6 +168,26 @@ impl Truth {
         }
         Ok(())
     }
+}
+
+fn check_gradient(
+    name: &str,
+    ours: &Tensor,
+    plain: &Tensor,
+    truth: &[f64],
+    rule: Rule,
+) -> Result<()> {
+    ensure!(ours.dims() == plain.dims(), "{name}: {:?}", ours.dims());
+    ensure!(ours.dtype() == plain.dtype(), "{name}: {:?}", ours.dtype());
+    // The half types need the whole absolute term that the rule grants, f32 less.
+    let largest = largest(truth).max(1.);
+    let atol = match ours.dtype() {
+        DType::F64 => rule.atol_f64 * largest,
+        DType::F32 => (5e-5 * largest).min(1e-3),
+        _ => 1e-3,
+    };
+    let limit = limit(plain, truth, rule.backward_factor, atol)?;
+    close(name, ours, truth, limit)
 }
 
 /// What a result of the dtype of `plain` may be off.
