@@ -1,7 +1,7 @@
 //! Steps and their losses.
 
 use anyhow::Result;
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use crate::batches::Batches;
 use crate::model::Attention;
@@ -66,49 +66,16 @@ fn recomputed_activations_change_no_bit_of_the_curve() -> Result<()> {
 }
 
 #[test]
-fn every_variable_gets_a_gradient() -> Result<()> {
+fn a_gradient_that_is_missing_is_an_error() -> Result<()> {
+    // Not a norm without it.
     let options = setup::options(&[]);
     let checkpoint = setup::checkpoint(&options)?;
-    let mut trainer = setup::trainer(&options, &checkpoint, Attention::Flash)?;
-    let before: Vec<Tensor> = trainer
-        .weights()
-        .parameters()
-        .vars()
-        .values()
-        .map(|var| var.copy())
-        .collect::<candle_core::Result<_>>()?;
-    trainer.step()?;
-    let vars = trainer.weights().parameters().vars();
-    for ((name, var), before) in vars.iter().zip(before) {
-        let moved: f32 = (var.as_tensor() - before)?.abs()?.max_all()?.to_scalar()?;
-        assert!(moved > 0., "{name} did not move");
-    }
-    // A gradient that is missing is an error, not a norm without it.
-    let unrelated = Tensor::zeros((), candle_core::DType::F32, &Device::Cpu)?;
-    let model = trainer
-        .weights()
-        .model(&checkpoint.config, Attention::Flash)?;
+    let trainer = setup::trainer(&options, &checkpoint, Attention::Flash)?;
+    let unrelated = Tensor::zeros((), DType::F32, &Device::Cpu)?;
+    let weights = trainer.weights();
+    let model = weights.model(&checkpoint.config, Attention::Flash)?;
+    let vars = weights.parameters().vars();
     assert!(Gradients::default().add(&model, unrelated, vars).is_err());
-    Ok(())
-}
-
-#[test]
-fn a_loss_that_is_not_a_number_changes_nothing() -> Result<()> {
-    let options = setup::options(&[]);
-    let mut checkpoint = setup::checkpoint(&options)?;
-    let norm = &checkpoint.weights["model.norm.weight"];
-    let broken = (norm * f64::NAN)?;
-    let before = checkpoint.weights["model.embed_tokens.weight"].to_vec2::<f32>()?;
-    checkpoint
-        .weights
-        .insert("model.norm.weight".to_string(), broken);
-    let mut trainer = setup::trainer(&options, &checkpoint, Attention::Flash)?;
-    let message = trainer.step().expect_err("the loss is NaN").to_string();
-    assert!(message.contains("step 1: the loss is NaN"), "{message}");
-    assert_eq!(trainer.steps_taken(), 0);
-    let vars = trainer.weights().parameters().vars();
-    let after = vars["model.embed_tokens.weight"].to_vec2::<f32>()?;
-    assert_eq!(before, after);
     Ok(())
 }
 

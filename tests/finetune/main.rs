@@ -1,11 +1,15 @@
-//! Training through the op: its loss curve against plain attention's, resumed runs, adapters, and what
-//! happens when the loss is no longer a number.
+//! Training through the op: its loss curve against plain attention's and from device to device, resumed runs,
+//! adapters, and what happens when the loss is no longer a number.
 
 #[path = "../../examples/finetune/batches.rs"]
 mod batches;
 #[path = "../../examples/common/checkpoint/mod.rs"]
 mod checkpoint;
 mod curves;
+#[path = "../suite/support/device.rs"]
+#[expect(dead_code, reason = "a run here has a device of its own")]
+mod device;
+mod devices;
 #[path = "../../examples/common/generate.rs"]
 mod generate;
 #[path = "../../examples/finetune/losses.rs"]
