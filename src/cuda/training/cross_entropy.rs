@@ -19,11 +19,11 @@ pub(crate) fn forward(logits: Input<'_>, targets: &Tensor) -> Result<(CudaStorag
             uninit(device, 1, DType::F32)?,
         )
     };
-    let (targets, targets_layout) = targets.storage_and_layout();
+    let targets = targets.storage_and_layout();
     let mut operands = Operands::new(&stream);
     let params = CrossEntropyParams {
         logits: operands.read(logits)?,
-        targets: operands.read((cuda_storage(&targets)?, targets_layout))?,
+        targets: operands.read_tensor(&targets)?,
         lse: operands.write(&mut lse)?,
         losses: operands.write(&mut losses)?,
         loss: operands.write(&mut loss)?,
@@ -60,11 +60,9 @@ pub(crate) fn backward(
     let mut operands = Operands::new(&stream);
     let params = CrossEntropyParams {
         logits: operands.read((storage, logits_in.1))?,
-        targets: operands.read((cuda_storage(&targets.0)?, targets.1))?,
-        lse: operands
-            .read::<f32>((cuda_storage(&lse.0)?, lse.1))?
-            .cast_mut(),
-        dloss: operands.read((cuda_storage(&dloss.0)?, dloss.1))?,
+        targets: operands.read_tensor(targets)?,
+        lse: operands.read_tensor::<f32>(lse)?.cast_mut(),
+        dloss: operands.read_tensor(dloss)?,
         dlogits: operands.write(&mut dlogits)?,
         rows: rows as i64,
         cols: cols as i64,

@@ -13,11 +13,11 @@ pub(crate) fn forward(weight: Input<'_>, ids: &Tensor) -> Result<CudaStorage> {
     let tokens = ids.elem_count();
     // SAFETY: the kernel writes all of it.
     let mut out = unsafe { uninit(device, tokens * cols, dtype)? };
-    let (ids, ids_layout) = ids.storage_and_layout();
+    let ids = ids.storage_and_layout();
     let mut operands = Operands::new(&stream);
     let params = EmbeddingParams {
         weight: operands.read(weight)?,
-        ids: operands.read((cuda_storage(&ids)?, ids_layout))?,
+        ids: operands.read_tensor(&ids)?,
         out: operands.write(&mut out)?,
         tokens: tokens as i64,
         vocab_size: vocab_size as i64,
@@ -42,7 +42,7 @@ pub(crate) fn backward(weight: &Tensor, ids: &Tensor, dout: &Tensor) -> Result<T
     let mut dweight = unsafe { uninit(device, vocab_size * cols, dtype)? };
     let mut operands = Operands::new(&stream);
     let params = EmbeddingParams {
-        ids: operands.read((cuda_storage(&ids_in.0)?, ids_in.1))?,
+        ids: operands.read_tensor(ids_in)?,
         dout: operands.read((storage, dout.1))?,
         out: operands.write(&mut dweight)?,
         tokens: ids.elem_count() as i64,

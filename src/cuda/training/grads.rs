@@ -42,11 +42,11 @@ pub(crate) fn norm(grads: &[Tensor]) -> Result<Tensor> {
         )
     };
     let mut done = 0;
-    for (grad, layout) in &guards {
-        let len = layout.shape().elem_count();
+    for grad in &guards {
+        let len = grad.1.shape().elem_count();
         let mut operands = Operands::new(&stream);
         let params = GradNormParams {
-            grad: operands.read((cuda_storage(grad)?, layout))?,
+            grad: operands.read_tensor(grad)?,
             squares: operands.write::<f32>(&mut squares)?.wrapping_add(done),
             len: len as i64,
             element,

@@ -13,6 +13,7 @@ pub(crate) mod rope;
 pub(crate) mod swiglu;
 
 use std::ffi::c_int;
+use std::ops::Deref;
 
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
@@ -72,6 +73,14 @@ impl<'a> Operands<'a> {
         self.guards.push(guard);
         let offset = layout.start_offset() * storage.dtype().size_in_bytes();
         Ok((base + offset as u64) as *const T)
+    }
+
+    /// The same of a tensor, by what [`Tensor::storage_and_layout`] gave for it.
+    fn read_tensor<T>(
+        &mut self,
+        (storage, layout): &'a (impl Deref<Target = Storage>, &Layout),
+    ) -> Result<*const T> {
+        self.read((cuda_storage(storage)?, layout))
     }
 
     /// The address of an output.

@@ -47,12 +47,10 @@ pub(crate) fn dx(x: &Tensor, weight: &Tensor, rstd: &Tensor, dout: &Tensor) -> R
     let mut operands = Operands::new(&stream);
     let params = RmsNormParams {
         x: operands.read((storage, x_in.1))?,
-        weight: operands.read((cuda_storage(&weight.0)?, weight.1))?,
-        dout: operands.read((cuda_storage(&dout.0)?, dout.1))?,
+        weight: operands.read_tensor(weight)?,
+        dout: operands.read_tensor(dout)?,
         out: operands.write(&mut dx)?,
-        rstd: operands
-            .read::<f32>((cuda_storage(&rstd.0)?, rstd.1))?
-            .cast_mut(),
+        rstd: operands.read_tensor::<f32>(rstd)?.cast_mut(),
         rows: rows as i64,
         cols: cols as i64,
         element: element(dtype)?,
@@ -80,11 +78,9 @@ pub(crate) fn dweight(x: &Tensor, rstd: &Tensor, dout: &Tensor) -> Result<Tensor
     let mut operands = Operands::new(&stream);
     let params = RmsNormParams {
         x: operands.read((storage, x.1))?,
-        dout: operands.read((cuda_storage(&dout.0)?, dout.1))?,
+        dout: operands.read_tensor(dout)?,
         dweight: operands.write(&mut dweight)?,
-        rstd: operands
-            .read::<f32>((cuda_storage(&rstd.0)?, rstd.1))?
-            .cast_mut(),
+        rstd: operands.read_tensor::<f32>(rstd)?.cast_mut(),
         partial: operands.write(&mut partial)?,
         rows: rows as i64,
         cols: cols as i64,

@@ -21,8 +21,8 @@ pub(crate) fn forward(x: Input<'_>, angles: &Angles, direction: Direction) -> Re
     let mut operands = Operands::new(&stream);
     let params = RopeParams {
         x: operands.read(x)?,
-        cos: operands.read((cuda_storage(&cos.0)?, cos.1))?,
-        sin: operands.read((cuda_storage(&sin.0)?, sin.1))?,
+        cos: operands.read_tensor(cos)?,
+        sin: operands.read_tensor(sin)?,
         out: operands.write(&mut out)?,
         x_strides: strides_of(x.1),
         cos_batch_stride: Angles::batch_stride(cos.1) as i64,

@@ -39,8 +39,8 @@ pub(crate) fn backward(gate: &Tensor, up: &Tensor, dout: &Tensor) -> Result<[Ten
     let mut operands = Operands::new(&stream);
     let params = SwigluParams {
         gate: operands.read((storage, gate_in.1))?,
-        up: operands.read((cuda_storage(&up.0)?, up.1))?,
-        dout: operands.read((cuda_storage(&dout.0)?, dout.1))?,
+        up: operands.read_tensor(up)?,
+        dout: operands.read_tensor(dout)?,
         out: operands.write(&mut both)?,
         len: len as i64,
         element: element(dtype)?,
