@@ -8,14 +8,12 @@ use candle_core::Device;
 use crate::Args;
 use crate::gpu_memory::GpuMemory;
 use crate::model::Attention;
-use crate::shapes::{Shape, operations, plain_attention_bytes};
+use crate::shapes::{Case, operations};
 use crate::step::{Step, random_tokens};
 
 /// What was timed, and what came out.
 pub struct Row {
-    pub shape: Shape,
-    pub attention: Attention,
-    pub seqlen: usize,
+    pub case: Case,
     /// Nothing: out of memory.
     pub figures: Option<Figures>,
 }
@@ -33,26 +31,12 @@ pub struct Figures {
 }
 
 /// Times the largest micro-batch that fits.
-pub fn run(
-    shape: Shape,
-    attention: Attention,
-    seqlen: usize,
-    args: &Args,
-    device: &Device,
-) -> Result<Row> {
+pub fn run(case: Case, args: &Args, device: &Device) -> Result<Row> {
     let memory = GpuMemory::of(device)?;
-    let mut batch = (args.micro_tokens.min(args.tokens) / seqlen).max(1);
+    let mut batch = (args.micro_tokens.min(args.tokens) / case.seqlen).max(1);
     let figures = loop {
-        let figures = match fits(shape, attention, seqlen, batch, memory.as_ref())? {
-            true => time(
-                shape,
-                attention,
-                seqlen,
-                batch,
-                args,
-                device,
-                memory.as_ref(),
-            ),
+        let figures = match fits(case, batch, args, memory.as_ref())? {
+            true => time(case, batch, args, device, memory.as_ref()).map(Some),
             false => Ok(None),
         };
         if let Some(memory) = &memory {
@@ -65,41 +49,39 @@ pub fn run(
             figures => break figures?,
         }
     };
-    Ok(Row {
-        shape,
-        attention,
-        seqlen,
-        figures,
-    })
+    Ok(Row { case, figures })
 }
 
 /// Whether trying is of use. Plain attention's scores alone can be more than the memory, and with 2^32 of them
 /// candle's kernels, which count in 32 bits, would never end.
-fn fits(
-    shape: Shape,
-    attention: Attention,
-    seqlen: usize,
-    batch: usize,
-    memory: Option<&GpuMemory>,
-) -> Result<bool> {
-    Ok(match (attention, memory) {
-        (Attention::Plain, Some(memory)) => {
-            let config = shape.config(seqlen);
-            plain_attention_bytes(&config, seqlen, batch) < memory.total_bytes()?
-        }
-        _ => true,
-    })
+///
+/// The least that it keeps for the backward is, in each block that is not computed again, the scores in F32 before
+/// and after the scale, with the mask, without their maximum, and their exponentials.
+fn fits(case: Case, batch: usize, args: &Args, memory: Option<&GpuMemory>) -> Result<bool> {
+    let (Attention::Plain, Some(memory)) = (case.attention, memory) else {
+        return Ok(true);
+    };
+    let config = case.shape.config(case.seqlen);
+    let scores = (config.num_attention_heads * batch * case.seqlen * case.seqlen) as u64;
+    let blocks = match args.recompute {
+        true => 1,
+        false => config.num_hidden_layers as u64,
+    };
+    Ok(scores < 1 << 32 && blocks * 5 * 4 * scores < memory.total_bytes()?)
 }
 
 fn time(
-    shape: Shape,
-    attention: Attention,
-    seqlen: usize,
+    case: Case,
     batch: usize,
     args: &Args,
     device: &Device,
     memory: Option<&GpuMemory>,
-) -> Result<Option<Figures>> {
+) -> Result<Figures> {
+    let Case {
+        shape,
+        attention,
+        seqlen,
+    } = case;
     let config = shape.config(seqlen);
     let micro_batches = (args.tokens / (batch * seqlen)).max(1);
     if let Some(memory) = memory {
@@ -119,7 +101,7 @@ fn time(
     let seconds_per_step = start.elapsed().as_secs_f64() / args.steps as f64;
     let tokens = batch * seqlen * micro_batches;
     let operations = operations(&config, step.matrix_weights(), seqlen, tokens);
-    Ok(Some(Figures {
+    Ok(Figures {
         batch,
         micro_batches,
         seconds_per_step,
@@ -127,7 +109,7 @@ fn time(
         tflops: operations / seconds_per_step / 1e12,
         peak_bytes: memory.map(GpuMemory::peak_bytes).transpose()?,
         loss,
-    }))
+    })
 }
 
 /// Of the driver or of cuBLAS, whose workspace is memory too.

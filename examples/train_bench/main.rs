@@ -40,7 +40,7 @@ use cli::DeviceName;
 use model::Attention;
 use numbers::at_least_one;
 use report::Report;
-use shapes::Shape;
+use shapes::{Case, Shape};
 
 /// Times training steps of models in published shapes.
 #[derive(Debug, Parser)]
@@ -106,10 +106,15 @@ fn run(args: &Args) -> Result<()> {
     for &shape in &args.model {
         for &attention in &args.attention {
             for &seqlen in &args.seqlen {
+                let case = Case {
+                    shape,
+                    attention,
+                    seqlen,
+                };
                 if args.profile {
-                    report.profile(&profile::run(shape, attention, seqlen, args, &device)?)?;
+                    report.profile(&profile::run(case, args, &device)?)?;
                 } else {
-                    report.row(&bench::run(shape, attention, seqlen, args, &device)?)?;
+                    report.row(&bench::run(case, args, &device)?)?;
                 }
             }
         }

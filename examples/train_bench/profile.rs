@@ -8,17 +8,14 @@ use candle_core::{Device, Tensor, Var};
 use candle_flash_gqa::training::{cross_entropy, embedding, rope};
 
 use crate::Args;
-use crate::model::Attention;
 use crate::model::layers::{Projection, RmsNorm, Rotary, gated};
-use crate::shapes::Shape;
+use crate::shapes::Case;
 use crate::step::{Step, random_tokens};
 use crate::training::Gradients;
 
 /// The times of one model, attention and context.
 pub struct Profile {
-    pub shape: Shape,
-    pub attention: Attention,
-    pub seqlen: usize,
+    pub case: Case,
     pub batch: usize,
     /// Forward, backward and update of a step of one micro-batch, in milliseconds.
     pub phases: [(&'static str, f64); 3],
@@ -36,13 +33,12 @@ pub struct Part {
 }
 
 /// Times one micro-batch of `--micro-tokens`.
-pub fn run(
-    shape: Shape,
-    attention: Attention,
-    seqlen: usize,
-    args: &Args,
-    device: &Device,
-) -> Result<Profile> {
+pub fn run(case: Case, args: &Args, device: &Device) -> Result<Profile> {
+    let Case {
+        shape,
+        attention,
+        seqlen,
+    } = case;
     let config = shape.config(seqlen);
     let batch = (args.micro_tokens / seqlen).max(1);
     let bench = Bench {
@@ -115,9 +111,7 @@ pub fn run(
     let logits = var(&[batch, seqlen, config.vocab_size])?;
     part("cross_entropy", 1, &|| cross_entropy(&logits, &target))?;
     Ok(Profile {
-        shape,
-        attention,
-        seqlen,
+        case,
         batch,
         phases,
         parts,

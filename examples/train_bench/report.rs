@@ -8,6 +8,7 @@ use serde_json::json;
 use crate::Args;
 use crate::bench::Row;
 use crate::profile::Profile;
+use crate::shapes::Case;
 
 pub struct Report {
     json: bool,
@@ -46,20 +47,21 @@ impl Report {
     }
 
     pub fn row(&self, row: &Row) -> Result<()> {
-        let (model, attention) = (row.shape.to_string(), row.attention.to_string());
+        let Case {
+            shape,
+            attention,
+            seqlen,
+        } = row.case;
+        let (model, attention) = (shape.to_string(), attention.to_string());
         let mut out = stdout().lock();
         let Some(figures) = &row.figures else {
             return Ok(match self.json {
                 true => writeln!(
                     out,
                     "{}",
-                    json!({"model": model, "attention": attention, "seqlen": row.seqlen, "out_of_memory": true})
+                    json!({"model": model, "attention": attention, "seqlen": seqlen, "recompute": self.recompute, "out_of_memory": true})
                 ),
-                false => writeln!(
-                    out,
-                    "{model:13} {attention:9} {:7} out of memory",
-                    row.seqlen
-                ),
+                false => writeln!(out, "{model:13} {attention:9} {seqlen:7} out of memory"),
             }?);
         };
         let share = figures.tflops / self.peak;
@@ -70,7 +72,7 @@ impl Report {
             let line = json!({
                 "model": model,
                 "attention": attention,
-                "seqlen": row.seqlen,
+                "seqlen": seqlen,
                 "recompute": self.recompute,
                 "batch": figures.batch,
                 "micro_batches": figures.micro_batches,
@@ -87,12 +89,8 @@ impl Report {
         let gib = gib.map_or("-".to_string(), |gib| format!("{gib:.1}"));
         Ok(writeln!(
             out,
-            "{model:13} {attention:9} {:7} {batch:>11} {:9.3} {:9.0} {:8.1} {share:6.3} {gib:>9} {:7.3}",
-            row.seqlen,
-            figures.seconds_per_step,
-            figures.tokens_per_second,
-            figures.tflops,
-            figures.loss
+            "{model:13} {attention:9} {seqlen:7} {batch:>11} {:9.3} {:9.0} {:8.1} {share:6.3} {gib:>9} {:7.3}",
+            figures.seconds_per_step, figures.tokens_per_second, figures.tflops, figures.loss
         )?)
     }
 
@@ -100,13 +98,16 @@ impl Report {
     pub fn profile(&self, profile: &Profile) -> Result<()> {
         let mut out = stdout().lock();
         let Profile {
-            shape,
-            attention,
-            seqlen,
+            case,
             batch,
             phases,
             parts,
         } = profile;
+        let Case {
+            shape,
+            attention,
+            seqlen,
+        } = case;
         if self.json {
             let phases: serde_json::Map<_, _> = phases
                 .iter()

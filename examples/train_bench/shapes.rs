@@ -5,6 +5,8 @@ use std::fmt;
 use candle_transformers::models::llama::Config;
 use clap::ValueEnum;
 
+use crate::model::Attention;
+
 /// Shapes of models whose training others have published.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Shape {
@@ -85,6 +87,14 @@ impl fmt::Display for Shape {
     }
 }
 
+/// What is timed.
+#[derive(Clone, Copy)]
+pub struct Case {
+    pub shape: Shape,
+    pub attention: Attention,
+    pub seqlen: usize,
+}
+
 struct Sizes {
     layers: usize,
     hidden: usize,
@@ -103,11 +113,4 @@ struct Sizes {
 pub fn operations(config: &Config, weights: usize, seqlen: usize, tokens: usize) -> f64 {
     let [layers, hidden] = [config.num_hidden_layers, config.hidden_size].map(|x| x as f64);
     (6. * weights as f64 + 6. * layers * hidden * seqlen as f64) * tokens as f64
-}
-
-/// The least that plain attention keeps for the backward, in bytes: in each layer the scores, F32, before and
-/// after the scale, with the mask, without their maximum, and their exponentials.
-pub fn plain_attention_bytes(config: &Config, seqlen: usize, batch: usize) -> u64 {
-    let scores = config.num_attention_heads * batch * seqlen * seqlen;
-    (config.num_hidden_layers * 5 * 4 * scores) as u64
 }
