@@ -38,6 +38,14 @@ mod cuda {
             ("common/delta.cu", "flash_delta"),
             ("common/convert.cu", "flash_convert"),
             ("common/layout.cu", "flash_layout"),
+            ("training/adamw.cu", "flash_adamw"),
+            ("training/cross_entropy.cu", "flash_cross_entropy"),
+            ("training/embedding.cu", "flash_embedding"),
+            ("training/grads.cu", "flash_grads"),
+            ("training/layout.cu", "flash_training_layout"),
+            ("training/rms_norm.cu", "flash_rms_norm"),
+            ("training/rope.cu", "flash_rope"),
+            ("training/swiglu.cu", "flash_swiglu"),
         ] {
             units.push(Unit {
                 file,

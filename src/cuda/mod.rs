@@ -4,6 +4,7 @@
 //! * [`forward`] fills `FwdParams` and calls one launcher; [`backward`] fills `BwdParams` and calls delta,
 //!   main and convert in order.
 //! * [`ffi`]: the structs and symbols of the border.
+//! * [`training`]: the ops beside the attention, with a border of their own.
 //!
 //! Everything is launched on the tensor's own device and stream; nothing synchronises.
 
@@ -13,6 +14,7 @@ mod backward;
 pub(crate) mod dispatch;
 mod ffi;
 mod forward;
+pub(crate) mod training;
 
 use std::ffi::{CStr, c_int, c_void};
 
@@ -200,7 +202,7 @@ macro_rules! slopes_pointer {
 }
 use slopes_pointer;
 
-fn cuda_storage(storage: &Storage) -> Result<&CudaStorage> {
+pub(crate) fn cuda_storage(storage: &Storage) -> Result<&CudaStorage> {
     match storage {
         Storage::Cuda(storage) => Ok(storage),
         other => bail!(
@@ -215,18 +217,23 @@ fn check(status: c_int, kernel: &str, params: &AttnParams) -> Result<()> {
     if status == 0 {
         return Ok(());
     }
-    // SAFETY: it returns a static string for any number.
-    let text = unsafe { CStr::from_ptr(ffi::cudaGetErrorString(status)) };
     bail!(
-        "flash_attn: {kernel} failed for batch {}, seqlen_q {}, seqlen_k {}, num_heads {}, num_kv_heads {}, head_dim {}: {} (cudaError {status})",
+        "flash_attn: {kernel} failed for batch {}, seqlen_q {}, seqlen_k {}, num_heads {}, num_kv_heads {}, head_dim {}: {}",
         params.batch,
         params.seqlen_q,
         params.seqlen_k,
         params.num_heads,
         params.num_kv_heads,
         params.head_dim,
-        text.to_string_lossy()
+        error_text(status)
     )
+}
+
+/// The driver's text for a `cudaError_t`.
+fn error_text(status: c_int) -> String {
+    // SAFETY: it returns a static string for any number.
+    let text = unsafe { CStr::from_ptr(ffi::cudaGetErrorString(status)) };
+    format!("{} (cudaError {status})", text.to_string_lossy())
 }
 
 /// An uninitialised allocation on the device's stream.
