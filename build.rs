@@ -24,6 +24,7 @@ mod cuda {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     /// A file of kernels/ with what it is compiled for.
+    #[derive(Debug)]
     struct Unit {
         file: &'static str,
         name: &'static str,
@@ -109,16 +110,22 @@ mod cuda {
         let headers =
             headers(Path::new("kernels")).map_err(|error| format!("kernels/: {error}"))?;
         let units = units();
+        let nvcc = nvcc_version(&toolkit)?;
         let started = std::time::Instant::now();
         let next = AtomicUsize::new(0);
         let failures = Mutex::new(Vec::new());
         let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
+        // What cargo may use, by -j.
+        let jobs = std::env::var("NUM_JOBS")
+            .ok()
+            .and_then(|jobs| jobs.parse().ok());
+        let threads = jobs.map_or(threads, |jobs: usize| threads.min(jobs.max(1)));
         // bindgen_cuda panics if nvcc fails, after nvcc has said why.
         std::thread::scope(|scope| {
             for _ in 0..threads.min(units.len()) {
                 scope.spawn(|| {
                     while let Some(unit) = units.get(next.fetch_add(1, Ordering::Relaxed)) {
-                        let compile = || compile(unit, &out, &headers);
+                        let compile = || compile(unit, &nvcc, &out, &headers);
                         if std::panic::catch_unwind(compile).is_err()
                             && let Ok(mut failures) = failures.lock()
                         {
@@ -133,10 +140,12 @@ mod cuda {
             return Err(format!("nvcc failed for {}", failures.join(", ")));
         }
 
-        // For scripts/kernel-report.py.
-        let seconds = format!("{:.0}", started.elapsed().as_secs_f64());
-        std::fs::write(out.join("seconds"), seconds)
-            .map_err(|error| format!("OUT_DIR: {error}"))?;
+        // For scripts/kernel-report.py. Within a second nothing was compiled.
+        let seconds = started.elapsed().as_secs_f64();
+        if seconds >= 1. {
+            std::fs::write(out.join("seconds"), format!("{seconds:.0}"))
+                .map_err(|error| format!("OUT_DIR: {error}"))?;
+        }
 
         println!("cargo::rustc-link-search=native={}", out.display());
         for unit in &units {
@@ -152,22 +161,34 @@ mod cuda {
         Ok(())
     }
 
-    fn compile(unit: &Unit, out: &Path, headers: &[PathBuf]) {
+    fn compile(unit: &Unit, nvcc: &str, out: &Path, headers: &[PathBuf]) {
         // A folder of its own: bindgen_cuda names objects by the source alone.
         let folder = out.join(unit.name);
         if let Err(error) = std::fs::create_dir_all(&folder) {
             panic!("{}: {error}", folder.display());
         }
+        // bindgen_cuda compiles again what is older than a file that it watches: this one is new where the flags or the
+        // compiler are.
+        let stamp = folder.join("stamp");
+        let flags = format!("{nvcc}{unit:?}{}", include_str!("build.rs"));
+        if std::fs::read_to_string(&stamp).ok().as_deref() != Some(&flags)
+            && let Err(error) = std::fs::write(&stamp, flags)
+        {
+            panic!("{}: {error}", stamp.display());
+        }
+        let mut watched = headers.to_vec();
+        watched.push(stamp);
         let mut builder = bindgen_cuda::Builder::default()
             .compute_cap(unit.compute_cap)
             .kernel_paths(vec![Path::new("kernels").join(unit.file)])
-            .watch(headers.to_vec())
+            .watch(watched)
             .out_dir(folder)
             .arg("-std=c++17")
             .arg("-O3");
         if unit.compute_cap < 90 {
-            // compute_cap asks for its own code and for PTX, which the driver would translate for Hopper.
-            builder = builder.arg("-gencode=arch=compute_90,code=sm_90");
+            // compute_cap asks for its own code and PTX. For what is newer than Hopper all units need PTX of the same
+            // architecture: what one kernel leaves in memory for the next is laid out by architecture (AccLayout).
+            builder = builder.arg("-gencode=arch=compute_90,code=[sm_90,compute_90]");
         }
         if !cfg!(target_env = "msvc") {
             builder = builder.arg("-Xcompiler").arg("-fPIC");
@@ -176,6 +197,13 @@ mod cuda {
             builder = builder.arg(define);
         }
         builder.build_lib(out.join(format!("lib{}.a", unit.name)));
+    }
+
+    fn nvcc_version(toolkit: &Path) -> Result<String, String> {
+        let nvcc = toolkit.join("bin").join("nvcc");
+        let output = std::process::Command::new(&nvcc).arg("--version").output();
+        let output = output.map_err(|error| format!("{}: {error}", nvcc.display()))?;
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
     /// Every header below a folder: a change to one compiles all again.

@@ -2,12 +2,13 @@
 
 use std::time::Instant;
 
-use anyhow::{Error, Result};
+use anyhow::Result;
 use candle_core::Device;
 
 use crate::Args;
 use crate::gpu_memory::GpuMemory;
 use crate::model::Attention;
+use crate::out_of_memory::is_out_of_memory;
 use crate::shapes::{Case, operations};
 use crate::step::{Step, random_tokens};
 
@@ -110,12 +111,4 @@ fn time(
         peak_bytes: memory.map(GpuMemory::peak_bytes).transpose()?,
         loss,
     })
-}
-
-/// Of the driver or of cuBLAS, whose workspace is memory too.
-fn is_out_of_memory(error: &Error) -> bool {
-    let text = format!("{error:#}");
-    ["out of memory", "CUBLAS_STATUS_ALLOC_FAILED"]
-        .iter()
-        .any(|status| text.contains(status))
 }

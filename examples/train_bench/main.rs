@@ -23,6 +23,8 @@ mod model;
 #[path = "../common/numbers.rs"]
 #[expect(dead_code, reason = "none of the numbers here may be 0")]
 mod numbers;
+#[path = "../common/out_of_memory.rs"]
+mod out_of_memory;
 mod profile;
 mod report;
 mod shapes;

@@ -87,6 +87,15 @@ impl<'a, E: Element> Rows<'a, E> {
             });
         }
         let device = storage.device();
+        // CUDA has no allocation of nothing.
+        if layout.shape().elem_count() == 0 {
+            return Ok(Self {
+                storage: Borrowed::InPlace(storage),
+                offset: 0,
+                strides: strides_of(&Layout::contiguous(layout.shape())),
+                element: std::marker::PhantomData,
+            });
+        }
         // SAFETY: the copy below writes every element.
         let mut copy = unsafe { device.alloc_uninit(layout.shape(), storage.dtype())? };
         storage.copy_strided_src(&mut copy, 0, layout)?;
@@ -188,14 +197,17 @@ fn problem<E: Element>(params: &AttnParams, heads_together: usize) -> Result<ffi
     })
 }
 
-/// The alibi slopes' storage, with the read guard that keeps it.
+/// The first of the alibi slopes, with the read guard that keeps their storage. A contiguous view may begin
+/// anywhere in it.
 macro_rules! slopes_pointer {
     ($slopes:expr, $stream:expr) => {
         match $slopes {
             None => (std::ptr::null(), None),
-            Some(storage) => {
-                let (address, guard) = storage.as_cuda_slice::<f32>()?.device_ptr($stream);
-                (address as *const f32, Some(guard))
+            Some((storage, layout)) => {
+                let slopes = cuda_storage(storage)?.as_cuda_slice::<f32>()?;
+                let (address, guard) = slopes.device_ptr($stream);
+                let first = (address as *const f32).wrapping_add(layout.start_offset());
+                (first, Some(guard))
             }
         }
     };
