@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Lays out a CUDA 13.0 compiler and link-time libraries from PyPI wheels under a folder (1.2 GB), for a machine
-# without a CUDA toolkit. It compiles and links, and runs nothing on a GPU. Prints the variables to export.
+# Lays out a CUDA 13.0 compiler and link-time libraries from PyPI wheels under a folder (1.2 GB, twice that
+# while it installs), for a machine without a CUDA toolkit. It compiles and links, and runs nothing on a GPU. Prints the variables to export.
 #
 #   source <(scripts/cuda-toolkit.sh target/cuda-toolkit)
 #   cargo build --features cuda
@@ -14,9 +14,12 @@ wheels="nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88
 if [ "$(cat "$dest/ready" 2>/dev/null)" != "$wheels" ]; then
     command -v python3 >/dev/null || { echo "cuda-toolkit.sh: needs python3 with pip" >&2; exit 1; }
     # What an interrupted run left would be taken for whole.
-    rm -rf "$dest/ready" "$dest/site"
+    rm -rf "$dest/ready" "$dest/site" "$dest/tmp"
     # shellcheck disable=SC2086 # a list
-    python3 -m pip install --quiet --disable-pip-version-check --no-deps --target "$dest/site" $wheels >&2
+    mkdir "$dest/tmp"
+    TMPDIR="$dest/tmp" python3 -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-deps \
+        --target "$dest/site" $wheels >&2
+    rm -rf "$dest/tmp"
     root="$dest/site/nvidia/cu13"
     ln -sfn "$root" "$dest/cuda"
     cd "$root"
