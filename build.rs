@@ -24,6 +24,7 @@ mod cuda {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     /// A file of kernels/ with what it is compiled for.
+    #[derive(Debug)]
     struct Unit {
         file: &'static str,
         name: &'static str,
@@ -48,6 +49,14 @@ mod cuda {
             ("common/delta.cu", "flash_delta"),
             ("common/convert.cu", "flash_convert"),
             ("common/layout.cu", "flash_layout"),
+            ("training/adamw.cu", "flash_adamw"),
+            ("training/cross_entropy.cu", "flash_cross_entropy"),
+            ("training/embedding.cu", "flash_embedding"),
+            ("training/grads.cu", "flash_grads"),
+            ("training/layout.cu", "flash_training_layout"),
+            ("training/rms_norm.cu", "flash_rms_norm"),
+            ("training/rope.cu", "flash_rope"),
+            ("training/swiglu.cu", "flash_swiglu"),
         ] {
             units.push(Unit {
                 file,
@@ -117,16 +126,22 @@ mod cuda {
         let headers =
             headers(Path::new("kernels")).map_err(|error| format!("kernels/: {error}"))?;
         let units = units();
+        let nvcc = nvcc_version(&toolkit)?;
         let started = std::time::Instant::now();
         let next = AtomicUsize::new(0);
         let failures = Mutex::new(Vec::new());
         let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
+        // What cargo may use, by -j.
+        let jobs = std::env::var("NUM_JOBS")
+            .ok()
+            .and_then(|jobs| jobs.parse().ok());
+        let threads = jobs.map_or(threads, |jobs: usize| threads.min(jobs.max(1)));
         // bindgen_cuda panics if nvcc fails, after nvcc has said why.
         std::thread::scope(|scope| {
             for _ in 0..threads.min(units.len()) {
                 scope.spawn(|| {
                     while let Some(unit) = units.get(next.fetch_add(1, Ordering::Relaxed)) {
-                        let compile = || compile(unit, &out, &headers);
+                        let compile = || compile(unit, &nvcc, &out, &headers);
                         if std::panic::catch_unwind(compile).is_err()
                             && let Ok(mut failures) = failures.lock()
                         {
@@ -141,10 +156,12 @@ mod cuda {
             return Err(format!("nvcc failed for {}", failures.join(", ")));
         }
 
-        // For scripts/kernel-report.py.
-        let seconds = format!("{:.0}", started.elapsed().as_secs_f64());
-        std::fs::write(out.join("seconds"), seconds)
-            .map_err(|error| format!("OUT_DIR: {error}"))?;
+        // For scripts/kernel-report.py. Within a second nothing was compiled.
+        let seconds = started.elapsed().as_secs_f64();
+        if seconds >= 1. {
+            std::fs::write(out.join("seconds"), format!("{seconds:.0}"))
+                .map_err(|error| format!("OUT_DIR: {error}"))?;
+        }
 
         println!("cargo::rustc-link-search=native={}", out.display());
         for unit in &units {
@@ -160,22 +177,34 @@ mod cuda {
         Ok(())
     }
 
-    fn compile(unit: &Unit, out: &Path, headers: &[PathBuf]) {
+    fn compile(unit: &Unit, nvcc: &str, out: &Path, headers: &[PathBuf]) {
         // A folder of its own: bindgen_cuda names objects by the source alone.
         let folder = out.join(unit.name);
         if let Err(error) = std::fs::create_dir_all(&folder) {
             panic!("{}: {error}", folder.display());
         }
+        // bindgen_cuda compiles again what is older than a file that it watches: this one is new where the flags or the
+        // compiler are.
+        let stamp = folder.join("stamp");
+        let flags = format!("{nvcc}{unit:?}{}", include_str!("build.rs"));
+        if std::fs::read_to_string(&stamp).ok().as_deref() != Some(&flags)
+            && let Err(error) = std::fs::write(&stamp, flags)
+        {
+            panic!("{}: {error}", stamp.display());
+        }
+        let mut watched = headers.to_vec();
+        watched.push(stamp);
         let mut builder = bindgen_cuda::Builder::default()
             .compute_cap(if unit.target == Target::Sm90 { 90 } else { 80 })
             .kernel_paths(vec![Path::new("kernels").join(unit.file)])
-            .watch(headers.to_vec())
+            .watch(watched)
             .out_dir(folder)
             .arg("-std=c++17")
             .arg("-O3");
         builder = match unit.target {
-            // compute_cap asks for its own code and for PTX, which the driver would translate for Hopper.
-            Target::Sm80 => builder.arg("-gencode=arch=compute_90,code=sm_90"),
+            // compute_cap asks for its own code and PTX. For what is newer than Hopper all units need PTX of the same
+            // architecture: what one kernel leaves in memory for the next is laid out by architecture (AccLayout).
+            Target::Sm80 => builder.arg("-gencode=arch=compute_90,code=[sm_90,compute_90]"),
             Target::Sm90 => builder,
             // bindgen_cuda can't say `90a`. What it asks for besides is for 8.0, so that a Hopper GPU has no choice;
             // the kernels are empty there.
@@ -188,6 +217,13 @@ mod cuda {
             builder = builder.arg(define);
         }
         builder.build_lib(out.join(format!("lib{}.a", unit.name)));
+    }
+
+    fn nvcc_version(toolkit: &Path) -> Result<String, String> {
+        let nvcc = toolkit.join("bin").join("nvcc");
+        let output = std::process::Command::new(&nvcc).arg("--version").output();
+        let output = output.map_err(|error| format!("{}: {error}", nvcc.display()))?;
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
     /// Every header below a folder: a change to one compiles all again.

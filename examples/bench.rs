@@ -9,13 +9,24 @@
 //! Operations are counted as usual: `4 * batch * num_heads * seqlen_q * seqlen_k * head_dim` forward, half
 //! of it where causal, two and a half times that backward. The backward is timed as candle runs it: with the
 //! gradient of ones that it begins with, and the zeros that it adds gradients to.
+//!
+//! `--memory` measures, in place of time, the most memory that a forward and backward hold beyond their inputs, gradients and
+//! all, for this op and for [`reference`], the formula in plain tensor operations.
+
+#[path = "common/gpu_memory.rs"]
+mod gpu_memory;
+#[path = "common/out_of_memory.rs"]
+mod out_of_memory;
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
-use candle_flash_gqa::{AttnOptions, flash_attn_with};
+use candle_flash_gqa::{AttnOptions, flash_attn_with, reference};
 use clap::Parser;
+
+use gpu_memory::GpuMemory;
+use out_of_memory::is_out_of_memory;
 
 #[derive(Parser)]
 #[command(about = "Times the attention op on a GPU")]
@@ -38,6 +49,9 @@ struct Args {
     /// Milliseconds that each figure is measured for, after as long a warm-up.
     #[arg(long, default_value_t = 400)]
     time: u64,
+    /// Measures memory in place of time.
+    #[arg(long)]
+    memory: bool,
     #[arg(long, default_value_t = 0)]
     gpu: usize,
     /// One JSON object a line instead of a table.
@@ -174,6 +188,9 @@ fn main() -> Result<()> {
     } else {
         DType::BF16
     };
+    if args.memory {
+        return memory(&args, &device, dtype);
+    }
     let duration = Duration::from_millis(args.time);
 
     let n = 8192;
@@ -198,14 +215,98 @@ fn main() -> Result<()> {
         );
     }
 
-    for set in &args.rows {
-        for row in rows(set)? {
-            if args.length.is_some_and(|length| length != row.seqlen_k) {
-                continue;
+    for row in chosen_rows(&args)? {
+        bench(row, &args, &device, dtype, duration, matmul).with_context(|| format!("{row:?}"))?;
+    }
+    Ok(())
+}
+
+fn chosen_rows(args: &Args) -> Result<Vec<Row>> {
+    let sets: Vec<_> = args
+        .rows
+        .iter()
+        .map(|set| rows(set))
+        .collect::<Result<_>>()?;
+    let is_chosen = |row: &Row| args.length.is_none_or(|length| length == row.seqlen_k);
+    Ok(sets.into_iter().flatten().filter(is_chosen).collect())
+}
+
+fn inputs(row: Row, device: &Device, dtype: DType) -> Result<[Var; 3]> {
+    let normal = |seqlen, heads| -> Result<Var> {
+        let values = Tensor::randn(0f32, 1., (row.batch, seqlen, heads, row.head_dim), device)?;
+        Ok(Var::from_tensor(&values.to_dtype(dtype)?)?)
+    };
+    Ok([
+        normal(row.seqlen_q, row.num_heads)?,
+        normal(row.seqlen_k, row.num_kv_heads)?,
+        normal(row.seqlen_k, row.num_kv_heads)?,
+    ])
+}
+
+fn options(row: Row, args: &Args) -> AttnOptions {
+    AttnOptions {
+        causal: row.causal,
+        deterministic: args.deterministic,
+        ..AttnOptions::default()
+    }
+}
+
+/// Prints what a forward and backward of each row hold, in MiB.
+fn memory(args: &Args, device: &Device, dtype: DType) -> Result<()> {
+    let memory = GpuMemory::of(device)?.context("the GPU has no memory pool")?;
+    if !args.json {
+        let gib = memory.total_bytes()? as f64 / f64::from(1 << 30);
+        println!("beyond the inputs, on a GPU of {gib:.0} GiB:");
+    }
+    for row in chosen_rows(args)? {
+        let [q, k, v] = inputs(row, device, dtype)?;
+        let options = options(row, args);
+        let peak = |attention: &dyn Fn() -> candle_core::Result<Tensor>| -> Result<Option<f64>> {
+            memory.give_back()?;
+            memory.start_peak()?;
+            let inputs = memory.peak_bytes()?;
+            let run = || -> Result<()> {
+                let gradients = attention()?.backward()?;
+                device.synchronize()?;
+                drop(gradients);
+                Ok(())
+            };
+            match run() {
+                Ok(()) => Ok(Some(
+                    (memory.peak_bytes()? - inputs) as f64 / f64::from(1 << 20),
+                )),
+                Err(error) if is_out_of_memory(&error) => Ok(None),
+                Err(error) => Err(error),
             }
-            bench(row, &args, &device, dtype, duration, matmul)
-                .with_context(|| format!("{row:?}"))?;
+        };
+        let ours = peak(&|| flash_attn_with(&q, &k, &v, &options))?;
+        let plain = peak(&|| reference(&q, &k, &v, &options))?;
+        if args.json {
+            println!(
+                "{}",
+                serde_json::json!({
+                    "dtype": args.dtype, "batch": row.batch, "seqlen_q": row.seqlen_q,
+                    "seqlen_k": row.seqlen_k, "num_heads": row.num_heads,
+                    "num_kv_heads": row.num_kv_heads, "head_dim": row.head_dim,
+                    "causal": row.causal, "mib": ours, "plain_mib": plain,
+                })
+            );
+            continue;
         }
+        let text = |mib: Option<f64>| match mib {
+            Some(mib) => format!("{mib:.0} MiB"),
+            None => "out of memory".to_string(),
+        };
+        println!(
+            "head_dim {}, {}/{} heads, {} x {}: {}, plain {}",
+            row.head_dim,
+            row.num_heads,
+            row.num_kv_heads,
+            row.batch,
+            row.seqlen_k,
+            text(ours),
+            text(plain)
+        );
     }
     Ok(())
 }
@@ -218,20 +319,8 @@ fn bench(
     duration: Duration,
     matmul: f64,
 ) -> Result<()> {
-    let normal = |seqlen, heads| -> Result<Var> {
-        let values = Tensor::randn(0f32, 1., (row.batch, seqlen, heads, row.head_dim), device)?;
-        Ok(Var::from_tensor(&values.to_dtype(dtype)?)?)
-    };
-    let q = normal(row.seqlen_q, row.num_heads)?;
-    let (k, v) = (
-        normal(row.seqlen_k, row.num_kv_heads)?,
-        normal(row.seqlen_k, row.num_kv_heads)?,
-    );
-    let options = AttnOptions {
-        causal: row.causal,
-        deterministic: args.deterministic,
-        ..AttnOptions::default()
-    };
+    let [q, k, v] = inputs(row, device, dtype)?;
+    let options = options(row, args);
     let constants = [
         q.as_detached_tensor(),
         k.as_detached_tensor(),

@@ -26,9 +26,13 @@ inline cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads, i
                           const Params& params, cudaStream_t stream) {
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  cudaGetLastError();  // what others have left is not this launch's
   const cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  if (status != cudaSuccess) return status;
+  if (status != cudaSuccess) {
+    cudaGetLastError();
+    return status;
+  }
   kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(params);
   return cudaGetLastError();
 }
@@ -36,8 +40,10 @@ inline cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads, i
 // The instance of a kernel template for a problem's element type and score mode. PLAIN_ONLY: an instance that is
 // chosen for ScoreMode::PLAIN alone (src/cuda/instances.rs).
 #ifdef PLAIN_ONLY
+constexpr bool TAKES_PLAIN_ONLY = true;
 #define KERNEL_FOR_MODE_(kernel, Element, mode) kernel<Element, ScoreMode::PLAIN>
 #else
+constexpr bool TAKES_PLAIN_ONLY = false;
 #define KERNEL_FOR_MODE_(kernel, Element, mode)                   \
   ((mode) == ScoreMode::PLAIN    ? kernel<Element, ScoreMode::PLAIN>  \
    : (mode) == ScoreMode::LINEAR ? kernel<Element, ScoreMode::LINEAR> \

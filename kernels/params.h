@@ -6,7 +6,8 @@
 #pragma once
 #include <cstdint>
 
-enum ElementType : int32_t { ELEMENT_F16 = 0, ELEMENT_BF16 = 1 };
+// F32 is for the kernels of training/ alone.
+enum ElementType : int32_t { ELEMENT_F16 = 0, ELEMENT_BF16 = 1, ELEMENT_F32 = 2 };
 
 struct Strides {
   int64_t batch;

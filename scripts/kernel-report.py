@@ -9,6 +9,9 @@ import re
 import subprocess
 import sys
 
+# Element types in the names of C++.
+ELEMENTS = {"4Bf16": "bf16", "3F16": "f16", "3F32": "f32"}
+
 out = pathlib.Path(sys.argv[1])
 objects = sorted(out.glob("flash_*/*.o"))
 if not objects:
@@ -25,7 +28,7 @@ for path in objects:
             function = found.group(1)
         if found := re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", line):
             registers, stack, _, local = map(int, found.groups())
-            element = "bf16" if "4Bf16" in function else "f16"
+            element = next((name for tag, name in ELEMENTS.items() if tag in function), "")
             modes = re.search(r"ScoreMode(\d)E", function)
             mode = ["plain", "linear", "softcap"][int(modes.group(1))] if modes else ""
             print(f"{path.parent.name:36} {arch:6} {element:4} {mode:8} {registers:4} registers, stack {stack}")

@@ -12,6 +12,11 @@
 //! * A row that sees no key has `out = 0`, `lse = -inf` and zero gradients.
 //! * `lse` is `(batch, num_heads, seqlen_q)`, f32, the natural logarithm of the row's sum of
 //!   exponentials, scale included.
+//!
+//! # Training
+//!
+//! [`flash_attn`] is differentiable. The module [`training`] has the ops around it: norms, rotary positions,
+//! projections, SwiGLU, embedding, cross entropy, and what comes after the backward.
 mod api;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -20,6 +25,7 @@ mod mask;
 mod op;
 mod params;
 mod reference;
+pub mod training;
 
 pub use api::{AttnOptions, flash_attn, flash_attn_with, flash_attn_with_lse, is_supported};
 pub use reference::reference;

@@ -49,7 +49,16 @@ impl DeviceName {
                     candle_core::utils::cuda_is_available(),
                     "--device {self}: this build has no CUDA kernels; build with --features cuda or use --device cpu"
                 );
-                Ok(Device::new_cuda(ordinal)?)
+                let device = Device::new_cuda(ordinal)?;
+                #[cfg(feature = "cuda")]
+                if let Device::Cuda(cuda) = &device {
+                    // So that an allocation makes and destroys no events, two of each: they keep streams in
+                    // order with each other, and here there is one. A step allocates some thousands of times.
+                    // SAFETY: candle works on the default stream of the calling thread, and only the main thread
+                    // of the examples has tensors on a GPU.
+                    unsafe { cuda.disable_event_tracking() };
+                }
+                Ok(device)
             }
         }
     }

@@ -16,6 +16,7 @@ pub struct Batches {
     train: Vec<u32>,
     held_out: Vec<u32>,
     batch: usize,
+    accumulate: usize,
     seqlen: usize,
     seed: u64,
     device: Device,
@@ -29,6 +30,7 @@ impl Batches {
             train: vec![],
             held_out: vec![],
             batch: options.batch,
+            accumulate: options.accumulate,
             seqlen,
             seed: options.seed,
             device: device.clone(),
@@ -58,9 +60,10 @@ impl Batches {
         Ok(batches)
     }
 
-    /// Inputs and targets of one step, both `(batch, seqlen)`.
-    pub fn train(&self, step: usize) -> Result<(Tensor, Tensor)> {
-        let mut rng = StdRng::seed_from_u64(self.seed.rotate_left(32) ^ step as u64);
+    /// Inputs and targets of one micro-batch of a step, both `(batch, seqlen)`.
+    pub fn train(&self, step: usize, micro_batch: usize) -> Result<(Tensor, Tensor)> {
+        let index = step * self.accumulate + micro_batch;
+        let mut rng = StdRng::seed_from_u64(self.seed.rotate_left(32) ^ index as u64);
         let last = self.train.len() - self.seqlen - 1;
         let starts: Vec<usize> = (0..self.batch)
             .map(|_| rng.random_range(0..=last))

@@ -14,18 +14,22 @@ mod compare;
 mod data;
 #[path = "../common/generate.rs"]
 mod generate;
+#[path = "../common/gpu_memory.rs"]
+#[expect(dead_code, reason = "a run keeps the memory that it has")]
+mod gpu_memory;
 mod losses;
 #[path = "../common/model/mod.rs"]
 mod model;
 #[path = "../common/numbers.rs"]
 mod numbers;
-mod optimizer;
 mod options;
 mod plot;
 mod run;
 mod run_dir;
 mod scratch;
 mod trainer;
+#[path = "../common/training/mod.rs"]
+mod training;
 mod weights;
 
 use std::fs;
@@ -36,13 +40,14 @@ use std::process::ExitCode;
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device};
 use candle_transformers::generation::LogitsProcessor;
-use clap::{Args as _, Command, Id, Parser};
+use clap::{Args as _, Command, Id, Parser, ValueEnum};
 use tokenizers::Tokenizer;
 
 use batches::Batches;
 use checkpoint::Checkpoint;
 use cli::DeviceName;
 use generate::Generation;
+use gpu_memory::GpuMemory;
 use losses::Row;
 use model::KvCache;
 use numbers::{at_least_one, at_least_zero};
@@ -80,6 +85,27 @@ struct Args {
     /// cpu or cuda[:N]
     #[arg(long, default_value_t = DeviceName::Cpu)]
     device: DeviceName,
+
+    /// What the model computes in; the optimiser keeps f32 [default: bf16 on cuda, f32 on cpu]
+    #[arg(long, value_enum)]
+    dtype: Option<ComputeDtype>,
+}
+
+/// F16 is not among them: its gradients underflow unless the loss is scaled.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum ComputeDtype {
+    F32,
+    #[value(name = "bf16")]
+    BF16,
+}
+
+impl ComputeDtype {
+    fn dtype(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::BF16 => DType::BF16,
+        }
+    }
 }
 
 /// The arguments that a resumed run takes from its folder.
@@ -95,6 +121,12 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<()> {
     let device = args.device.open()?;
+    let dtype = match args.dtype {
+        Some(dtype) => dtype.dtype(),
+        None if device.is_cuda() => DType::BF16,
+        None => DType::F32,
+    };
+    let gpu_memory = GpuMemory::of(&device)?;
     let mut out = stdout().lock();
     if let Some(file) = &args.plot {
         plot::check(file, args.out.as_deref())?;
@@ -113,7 +145,7 @@ fn run(args: &Args) -> Result<()> {
         [] => data::texts().to_vec(),
         texts => texts.to_vec(),
     };
-    let checkpoint = start(&options, resumed.as_ref(), &texts, &device)?;
+    let checkpoint = start(&options, resumed.as_ref(), &texts)?;
     let Checkpoint {
         config,
         weights,
@@ -125,7 +157,8 @@ fn run(args: &Args) -> Result<()> {
         None => None,
     };
     let dir = resumed.as_ref().or(created.as_ref());
-    let trainer = |attention| Trainer::new(&options, config, weights, batches.clone(), attention);
+    let trainer =
+        |attention| Trainer::new(&options, config, weights, batches.clone(), attention, dtype);
 
     // 2. A few steps with either attention.
     if resumed.is_none() && args.compare > 0 {
@@ -133,6 +166,9 @@ fn run(args: &Args) -> Result<()> {
     }
 
     // 3. The run.
+    if let Some(memory) = &gpu_memory {
+        memory.start_peak()?;
+    }
     let mut trainer = trainer(options.attention)?;
     let mut rows = match &resumed {
         Some(dir) => dir.restore(&mut trainer, &device)?,
@@ -143,6 +179,7 @@ fn run(args: &Args) -> Result<()> {
         &trainer,
         &checkpoint,
         batches.train_tokens(),
+        dtype,
         &mut out,
     )?;
     let bar = cli::progress_bar("train".to_string(), options.steps as u64);
@@ -162,6 +199,10 @@ fn run(args: &Args) -> Result<()> {
         },
     )?;
     bar.finish_and_clear();
+    if let Some(memory) = &gpu_memory {
+        let gib = memory.peak_bytes()? as f64 / (1u64 << 30) as f64;
+        writeln!(out, "peak GPU memory {gib:.2} GiB")?;
+    }
     if let Some(Row {
         step,
         held_out_loss: Some(held_out),
@@ -174,7 +215,7 @@ fn run(args: &Args) -> Result<()> {
             step.step, step.loss
         )?;
     }
-    sample(&checkpoint, &trainer, &batches, &options, &mut out)?;
+    sample(&checkpoint, &trainer, &batches, &options, dtype, &mut out)?;
 
     // 4. What is left of it.
     if let Some(file) = &args.plot {
@@ -208,21 +249,17 @@ fn with_absolute_paths(mut options: Options) -> Result<Options> {
 }
 
 /// The configuration, tokenizer and weights that the run starts from. A resumed run that trains all
-/// weights has them in its own folder; one with adapters needs the model that they adapt.
-fn start(
-    options: &Options,
-    resumed: Option<&RunDir>,
-    texts: &[PathBuf],
-    device: &Device,
-) -> Result<Checkpoint> {
+/// weights has them in its own folder; one with adapters needs the model that they adapt. On the CPU: what
+/// trains makes its own copies where it computes.
+fn start(options: &Options, resumed: Option<&RunDir>, texts: &[PathBuf]) -> Result<Checkpoint> {
     let source = match (resumed, &options.model) {
         (Some(dir), _) if options.lora.is_none() => dir.path().display().to_string(),
         (_, Some(model)) => model.clone(),
-        (_, None) if options.scratch => return scratch::checkpoint(options, texts, device),
+        (_, None) if options.scratch => return scratch::checkpoint(options, texts),
         (_, None) => data::folder().display().to_string(),
     };
     let loading = cli::progress_bar(format!("loading {source}"), 1);
-    let checkpoint = Checkpoint::open(&source, DType::F32, device);
+    let checkpoint = Checkpoint::open(&source, DType::F32, &Device::Cpu);
     loading.finish_and_clear();
     checkpoint
 }
@@ -248,13 +285,15 @@ fn describe(
     trainer: &Trainer,
     checkpoint: &Checkpoint,
     tokens: usize,
+    dtype: DType,
     out: &mut impl Write,
 ) -> Result<()> {
     let millions = |weights: usize| weights as f64 / 1e6;
     let trained = millions(
         trainer
             .weights()
-            .vars
+            .parameters()
+            .vars()
             .values()
             .map(|var| var.elem_count())
             .sum(),
@@ -275,8 +314,12 @@ fn describe(
     }
     writeln!(
         out,
-        "; {tokens} tokens of text, {} x {} a step, {} attention",
-        options.batch, options.seqlen, options.attention
+        "; {tokens} tokens of text, {} x {} x {} a step in {}, {} attention",
+        options.accumulate,
+        options.batch,
+        options.seqlen,
+        dtype.as_str(),
+        options.attention
     )?;
     let held_out = trainer.held_out_loss()?;
     Ok(writeln!(
@@ -292,6 +335,7 @@ fn sample(
     trainer: &Trainer,
     batches: &Batches,
     options: &Options,
+    dtype: DType,
     out: &mut impl Write,
 ) -> Result<()> {
     const MAX_TOKENS: usize = 60;
@@ -299,7 +343,8 @@ fn sample(
     let device = batches.device();
     let config = &checkpoint.config;
     let model = trainer.weights().untracked(config, options.attention)?;
-    let mut cache = KvCache::new(config, 1, prompt.len() + MAX_TOKENS, DType::F32, device)?;
+    let capacity = prompt.len() + MAX_TOKENS;
+    let mut cache = KvCache::new(config, 1, capacity, dtype, device)?;
     let logits = generate::feed(&model, &mut cache, prompt, None, device, |_| ())?;
     let generation = Generation {
         model: &model,

@@ -52,9 +52,19 @@ pub struct Options {
     #[arg(long, default_value_t = 256, value_parser = at_least_one, allow_negative_numbers = true)]
     pub seqlen: usize,
 
-    /// Sequences of one step
+    /// Sequences of one micro-batch
     #[arg(long, default_value_t = 2, value_parser = at_least_one, allow_negative_numbers = true)]
     pub batch: usize,
+
+    /// Micro-batches of one step, one after the other; their gradients are summed in f32
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one, allow_negative_numbers = true)]
+    #[serde(default = "one")]
+    pub accumulate: usize,
+
+    /// Keep each block's input alone for the backward and compute its inside again: less memory, more time
+    #[arg(long)]
+    #[serde(default)]
+    pub recompute: bool,
 
     /// Optimiser steps
     #[arg(long, default_value_t = 30, value_parser = at_least_one, allow_negative_numbers = true)]
@@ -81,7 +91,7 @@ pub struct Options {
     )]
     pub clip: f64,
 
-    /// Type of the saved weights; training itself is in f32
+    /// Type of the saved weights; what --resume needs is kept in f32
     #[arg(long, value_name = "DTYPE", value_enum, default_value_t = SaveDtype::F32)]
     pub save_dtype: SaveDtype,
 
@@ -177,12 +187,23 @@ impl LoraOn {
     }
 }
 
+/// What runs had that were started before there were micro-batches.
+fn one() -> usize {
+    1
+}
+
 impl Options {
+    /// Tokens of one step.
+    pub fn tokens(&self) -> usize {
+        self.accumulate * self.batch * self.seqlen
+    }
+
     /// Checks the values that the types admit but no run can have.
     pub fn check(&self) -> Result<()> {
         for (flag, value) in [
             ("seqlen", self.seqlen),
             ("batch", self.batch),
+            ("accumulate", self.accumulate),
             ("steps", self.steps),
             ("lora", self.lora.unwrap_or(1)),
         ] {

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 
 use crate::losses::Row;
 use crate::options::Options;
@@ -20,8 +20,8 @@ use crate::trainer::Trainer;
 ///
 /// # Errors
 ///
-/// A step that cannot be taken, say because the loss is not a number; the folder then still holds what
-/// was saved last.
+/// A step that cannot be taken or a loss that is not finite, of a step or of a measurement; the folder then still
+/// holds what was saved last.
 pub fn run(
     trainer: &mut Trainer,
     options: &Options,
@@ -33,7 +33,7 @@ pub fn run(
     let mut saved = rows.last().map(|row| row.step.step);
     while trainer.steps_taken() < options.steps {
         let start = Instant::now();
-        let step = trainer.step().with_context(|| match (dir, saved) {
+        let stopped = || match (dir, saved) {
             (Some(dir), Some(step)) => {
                 format!(
                     "training stopped, {} holds step {step}",
@@ -41,15 +41,24 @@ pub fn run(
                 )
             }
             _ => "training stopped before anything was saved".to_string(),
-        })?;
-        let tokens = (options.batch * options.seqlen) as f64;
-        let tokens_per_second = tokens / start.elapsed().as_secs_f64();
+        };
+        let step = trainer.step().with_context(stopped)?;
+        let tokens_per_second = options.tokens() as f64 / start.elapsed().as_secs_f64();
 
         let measure = step.step == options.steps || step.step.is_multiple_of(every.max(1));
+        let held_out_loss = measure.then(|| trainer.held_out_loss()).transpose()?;
+        if let Some(loss) = held_out_loss.filter(|loss| !loss.is_finite()) {
+            // Before it takes the place of a good one.
+            return Err(anyhow!(
+                "step {}: the held-out loss is {loss}; lower --lr or --clip",
+                step.step
+            ))
+            .with_context(stopped);
+        }
         rows.push(Row {
             step,
             tokens_per_second,
-            held_out_loss: measure.then(|| trainer.held_out_loss()).transpose()?,
+            held_out_loss,
         });
         if let Some(dir) = dir.filter(|_| measure) {
             dir.save(trainer, rows, options)?;

@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, anyhow, ensure};
-use candle_core::Device;
 use candle_transformers::models::llama::{Config, LlamaEosToks};
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
@@ -17,7 +16,7 @@ use crate::weights;
 const END_OF_TEXT: &str = "<|endoftext|>";
 
 /// Trains the tokenizer on the texts and draws the weights.
-pub fn checkpoint(options: &Options, texts: &[PathBuf], device: &Device) -> Result<Checkpoint> {
+pub fn checkpoint(options: &Options, texts: &[PathBuf]) -> Result<Checkpoint> {
     let tokenizer = train_tokenizer(options.size.vocab, texts)?;
     let end_of_text = tokenizer.token_to_id(END_OF_TEXT);
     let size = &options.size;
@@ -38,7 +37,7 @@ pub fn checkpoint(options: &Options, texts: &[PathBuf], device: &Device) -> Resu
         tie_word_embeddings: true,
     };
     config::check(&config).context("--scratch")?;
-    let weights = weights::random(&config, options.seed, device)?;
+    let weights = weights::random(&config, options.seed)?;
     Ok(Checkpoint {
         config,
         tokenizer,

@@ -4,13 +4,13 @@ use std::collections::HashMap;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Tensor};
-use candle_nn::loss::cross_entropy;
 use candle_transformers::models::llama::Config;
 
 use crate::batches::Batches;
 use crate::model::{Attention, Llama};
-use crate::optimizer::{AdamW, gradient_norm};
 use crate::options::Options;
+use crate::training::loss::next_token_loss;
+use crate::training::{AdamW, Gradients};
 use crate::weights::Weights;
 
 pub struct Trainer {
@@ -37,13 +37,15 @@ pub struct Step {
 }
 
 impl Trainer {
-    /// Starts from `weights`, of which it makes its own copies.
+    /// Starts from `weights`, of which it makes its own copies on the device of `batches`. The model
+    /// computes in `dtype`; what the optimiser keeps is F32.
     pub fn new(
         options: &Options,
         config: &Config,
         weights: &HashMap<String, Tensor>,
         batches: Batches,
         attention: Attention,
+        dtype: DType,
     ) -> Result<Self> {
         let positions = config.max_position_embeddings;
         ensure!(
@@ -51,32 +53,44 @@ impl Trainer {
             "--seqlen {} is more than the model's {positions} positions",
             options.seqlen
         );
+        let device = batches.device();
         let weights = match options.lora {
-            Some(rank) => Weights::lora(weights, rank, options.lora_on.names(), options.seed)?,
-            None => Weights::all(weights)?,
+            Some(rank) => {
+                let projections = options.lora_on.names();
+                Weights::lora(weights, rank, projections, options.seed, dtype, device)?
+            }
+            None => Weights::all(weights, dtype, device)?,
         };
+        let model = weights.model(config, attention)?;
         Ok(Self {
             options: options.clone(),
-            model: weights.model(config, attention)?,
+            model: match options.recompute {
+                true => model.with_recomputation(),
+                false => model,
+            },
             measured: weights.untracked(config, attention)?,
-            optimizer: AdamW::new(&weights.vars, options.weight_decay)?,
+            optimizer: AdamW::new(weights.parameters(), options.weight_decay)?,
             weights,
             batches,
             step: 0,
         })
     }
 
-    /// Runs the model forward and backward on the next batch and updates the variables. A loss or
+    /// Runs the model forward and backward on the next micro-batches and updates the variables. A loss or
     /// gradient that is not finite is an error and changes nothing.
     pub fn step(&mut self) -> Result<Step> {
-        let (input, target) = self.batches.train(self.step)?;
-        let loss = loss(&self.model, &input, &target)?;
-        let grads = loss.backward()?;
+        let mut gradients = Gradients::default();
+        for micro_batch in 0..self.options.accumulate {
+            let (input, target) = self.batches.train(self.step, micro_batch)?;
+            let loss = next_token_loss(&self.model, &input, &target)?;
+            gradients.add(&self.model, loss, self.weights.parameters().vars())?;
+        }
+        let (loss, gradient_norm) = gradients.loss_and_norm()?;
         let step = Step {
             step: self.step + 1,
-            loss: loss.to_scalar()?,
+            loss,
             learning_rate: self.options.learning_rate(self.step),
-            gradient_norm: gradient_norm(&self.weights.vars, &grads)?,
+            gradient_norm,
         };
         if !step.loss.is_finite() || !step.gradient_norm.is_finite() {
             bail!(
@@ -86,13 +100,13 @@ impl Trainer {
                 step.gradient_norm
             );
         }
-        let scale = (self.options.clip / step.gradient_norm).min(1.);
+        let clip = (self.options.clip / step.gradient_norm).min(1.);
         self.optimizer.update(
-            &self.weights.vars,
-            &grads,
+            self.weights.parameters(),
+            &gradients,
             self.step,
             step.learning_rate,
-            scale,
+            clip,
         )?;
         self.step += 1;
         Ok(step)
@@ -105,7 +119,7 @@ impl Trainer {
             .held_out()
             .map(|sequence| {
                 let (input, target) = sequence?;
-                loss(&self.measured, &input, &target)?.to_scalar::<f32>()
+                next_token_loss(&self.measured, &input, &target)?.to_scalar::<f32>()
             })
             .collect::<candle_core::Result<Vec<_>>>()?;
         Ok(losses.iter().sum::<f32>() / losses.len() as f32)
@@ -119,11 +133,12 @@ impl Trainer {
         &self.weights
     }
 
-    /// Variables, moments and the number of steps: all that [`Trainer::restore`] needs.
+    /// Masters, moments and the number of steps: all that [`Trainer::restore`] needs, whatever the device
+    /// and the type that the model computes in. The next step changes them.
     pub fn state(&self) -> Result<HashMap<String, Tensor>> {
         let mut state: HashMap<_, _> = self.optimizer.state().collect();
-        for (name, var) in &self.weights.vars {
-            state.insert(name.clone(), var.copy()?.detach());
+        for (name, master) in self.weights.parameters().masters() {
+            state.insert(name.clone(), master.as_detached_tensor());
         }
         let step = Tensor::new(self.step as i64, self.batches.device())?;
         state.insert("steps_taken".to_string(), step);
@@ -132,21 +147,10 @@ impl Trainer {
 
     /// Continues from a [`Trainer::state`], to the same bits as if never interrupted.
     pub fn restore(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
-        for (name, var) in &self.weights.vars {
-            let saved = state
-                .get(name)
-                .with_context(|| format!("{name} is missing; it is the state of another model"))?;
-            var.set(saved)?;
-        }
+        self.weights.parameters().restore(state)?;
         self.optimizer.restore(state)?;
         let step = state.get("steps_taken").context("steps_taken is missing")?;
         self.step = step.to_dtype(DType::I64)?.to_scalar::<i64>()? as usize;
         Ok(())
     }
-}
-
-/// Mean cross-entropy of the next token.
-fn loss(model: &Llama, input: &Tensor, target: &Tensor) -> candle_core::Result<Tensor> {
-    let logits = model.logits(&model.hidden(input, None)?)?;
-    cross_entropy(&logits.flatten_to(1)?, &target.flatten_all()?)
 }

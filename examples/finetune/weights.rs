@@ -10,23 +10,32 @@ use rand::rngs::StdRng;
 use rand_distr::{Distribution, Normal};
 
 use crate::model::{Attention, Llama, weight_shapes};
+use crate::training::Parameters;
 
-/// Trained variables and frozen tensors, in F32, by the names that [`Llama::new`] asks for.
+/// Trained and frozen tensors by the names that [`Llama::new`] asks for.
 pub struct Weights {
-    pub vars: BTreeMap<String, Var>,
+    parameters: Parameters,
+    /// In the type and on the device that the model computes in.
     frozen: HashMap<String, Tensor>,
+    /// The same in F32 as they were read, to merge adapters into.
+    original: HashMap<String, Tensor>,
 }
 
 impl Weights {
     /// Trains every weight.
-    pub fn all(weights: &HashMap<String, Tensor>) -> candle_core::Result<Self> {
-        let vars = weights
+    pub fn all(
+        weights: &HashMap<String, Tensor>,
+        dtype: DType,
+        device: &Device,
+    ) -> candle_core::Result<Self> {
+        let weights = weights
             .iter()
-            .map(|(name, weight)| Ok((name.clone(), Var::from_tensor(weight)?)))
-            .collect::<candle_core::Result<_>>()?;
+            .map(|(name, weight)| Ok((name.clone(), weight.to_device(device)?)))
+            .collect::<candle_core::Result<Vec<_>>>()?;
         Ok(Self {
-            vars,
+            parameters: Parameters::new(weights, dtype)?,
             frozen: HashMap::new(),
+            original: HashMap::new(),
         })
     }
 
@@ -37,9 +46,11 @@ impl Weights {
         rank: usize,
         projections: &[&str],
         seed: u64,
+        dtype: DType,
+        device: &Device,
     ) -> Result<Self> {
         let mut rng = StdRng::seed_from_u64(seed);
-        let mut vars = BTreeMap::new();
+        let mut adapters = vec![];
         let names: BTreeMap<_, _> = weights.iter().collect(); // in an order that never changes
         for (name, weight) in names {
             let Some((projection, last)) = projection_of(name) else {
@@ -54,15 +65,27 @@ impl Weights {
                 "--lora {rank} is above the rank of {name}, {size_out} x {size_in}"
             );
             let std = 1. / (size_in as f64).sqrt();
-            let lora_a = normal(&[rank, size_in], std, &mut rng, weight.device())?;
-            let lora_b = Tensor::zeros((size_out, rank), DType::F32, weight.device())?;
-            vars.insert(format!("{projection}.lora_a"), Var::from_tensor(&lora_a)?);
-            vars.insert(format!("{projection}.lora_b"), Var::from_tensor(&lora_b)?);
+            let lora_a = normal(&[rank, size_in], std, &mut rng, device)?;
+            let lora_b = Tensor::zeros((size_out, rank), DType::F32, device)?;
+            adapters.push((format!("{projection}.lora_a"), lora_a));
+            adapters.push((format!("{projection}.lora_b"), lora_b));
         }
+        let frozen = weights
+            .iter()
+            .map(|(name, weight)| {
+                let weight = weight.to_device(device)?.to_dtype(dtype)?;
+                Ok((name.clone(), weight))
+            })
+            .collect::<candle_core::Result<_>>()?;
         Ok(Self {
-            vars,
-            frozen: weights.clone(),
+            parameters: Parameters::new(adapters, dtype)?,
+            frozen,
+            original: weights.clone(),
         })
+    }
+
+    pub fn parameters(&self) -> &Parameters {
+        &self.parameters
     }
 
     /// A model whose variables autograd tracks.
@@ -82,29 +105,28 @@ impl Weights {
         tensor_of: impl Fn(&Var) -> Tensor,
     ) -> candle_core::Result<Llama> {
         let mut tensors = self.frozen.clone();
-        tensors.extend(
-            self.vars
-                .iter()
-                .map(|(name, var)| (name.clone(), tensor_of(var))),
-        );
+        let vars = self.parameters.vars().iter();
+        tensors.extend(vars.map(|(name, var)| (name.clone(), tensor_of(var))));
         Llama::new(tensors, config, attention)
     }
 
-    /// Plain weights without adapters: what `--example llama` loads.
+    /// Plain weights without adapters, F32, on the CPU: what `--example llama` loads.
     pub fn merged(&self) -> candle_core::Result<HashMap<String, Tensor>> {
-        let mut merged = self.frozen.clone();
-        for (name, var) in &self.vars {
+        let masters = self.parameters.masters();
+        let mut merged = self.original.clone();
+        for (name, master) in masters {
             match name.strip_suffix(".lora_a") {
                 Some(projection) => {
-                    let lora_b = &self.vars[&format!("{projection}.lora_b")];
-                    let product = lora_b.matmul(var)?.detach();
+                    let lora_b = &masters[&format!("{projection}.lora_b")];
+                    let product = lora_b.matmul(master)?.detach().to_device(&Device::Cpu)?;
                     let weight = format!("{projection}.weight");
                     let sum = (&merged[&weight] + product)?;
                     merged.insert(weight, sum);
                 }
                 None if name.ends_with(".lora_b") => {}
                 None => {
-                    merged.insert(name.clone(), var.as_detached_tensor());
+                    let weight = master.as_detached_tensor().to_device(&Device::Cpu)?;
+                    merged.insert(name.clone(), weight);
                 }
             }
         }
@@ -113,7 +135,9 @@ impl Weights {
 }
 
 /// Random weights: normal, those that write into the residual narrower the deeper the model, norms 1.
-pub fn random(config: &Config, seed: u64, device: &Device) -> Result<HashMap<String, Tensor>> {
+/// On the CPU.
+pub fn random(config: &Config, seed: u64) -> Result<HashMap<String, Tensor>> {
+    let device = &Device::Cpu;
     let mut rng = StdRng::seed_from_u64(seed);
     let residual = 0.02 / (2. * config.num_hidden_layers as f64).sqrt();
     weight_shapes(config)

@@ -15,6 +15,7 @@ mod data;
 mod generate;
 mod memory;
 #[path = "../common/model/mod.rs"]
+#[expect(dead_code, reason = "nothing is trained here")]
 mod model;
 #[path = "../common/numbers.rs"]
 mod numbers;

@@ -1,5 +1,5 @@
 // Functions of the special function unit, one instruction each.
-// PTX ISA, "Floating Point Instructions: ex2, tanh".
+// PTX ISA, "Floating Point Instructions: ex2".
 #pragma once
 
 namespace ptx {

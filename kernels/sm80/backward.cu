@@ -100,11 +100,7 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
 
   BackwardStep step = first_step(work);
   if (step.head < work.end_head) {
-    const int batch = work.batch, kv_head = work.kv_head, first_key = work.n_tile * TILE_N;
-    load_tile<LayoutKV, THREADS>(shared.k, rows_of_head(p.k, p.k_strides, batch, kv_head), first_key, p.seqlen_k,
-                                 p.head_dim, thread);
-    load_tile<LayoutKV, THREADS>(shared.v, rows_of_head(p.v, p.v_strides, batch, kv_head), first_key, p.seqlen_k,
-                                 p.head_dim, thread);
+    load_key_rows<THREADS>(shared.k, shared.v, p, work, thread);
     load_rows(step, 0);
   }
 

@@ -1,4 +1,4 @@
-// What the backward kernels share: who does what, what a step reads, where dq is added and how dk and dv end.
+// What the backward kernels share: who does what, what is read, where dq is added and how dk and dv end.
 #pragma once
 #include "../common/accumulator.cuh"
 #include "../common/mask.cuh"
@@ -84,6 +84,17 @@ __device__ __forceinline__ void pass_turn(int32_t* counter, int turn) {
   __threadfence();
   __syncthreads();  // all additions of this block are made
   if (threadIdx.x == 0) asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(counter), "r"(turn + 1) : "memory");
+}
+
+// Begins to copy the keys of a block: k and v. Not committed: the first query rows are copied with them.
+template <int THREADS, class Work, class LayoutKV>
+__device__ __forceinline__ void load_key_rows(SmemTile<LayoutKV>& smem_k, SmemTile<LayoutKV>& smem_v,
+                                              const AttnProblem& p, const Work& work, int thread) {
+  const int batch = work.batch, kv_head = work.kv_head, first_key = work.n_tile * LayoutKV::ROWS;
+  load_tile<LayoutKV, THREADS>(smem_k, rows_of_head(p.k, p.k_strides, batch, kv_head), first_key, p.seqlen_k,
+                               p.head_dim, thread);
+  load_tile<LayoutKV, THREADS>(smem_v, rows_of_head(p.v, p.v_strides, batch, kv_head), first_key, p.seqlen_k,
+                               p.head_dim, thread);
 }
 
 // What a step reads of the query rows, but for lse and delta.

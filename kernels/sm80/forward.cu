@@ -3,7 +3,7 @@
 // grid       one block for each (batch, head) and tile of TILE_M query rows
 // block      WARPS warps; each owns TILE_M / WARPS rows of the tile, from q to out
 // shared     q tile; STAGES k tiles and v tiles: 32 to 97 KiB
-// registers  203 to 255, none spilled
+// registers  211 to 255, none spilled
 //
 // A warp with 32 rows reads each fragment of k and v once for two blocks of rows. What limits it on an H200 at
 // head_dim 128: the tensor cores are busy 58 % of the time (mma.sync reaches 615 TFLOP/s there), shared memory
@@ -188,6 +188,7 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
 
 cudaError_t launch_kernel(const FwdParams* params, cudaStream_t stream) {
   const AttnProblem& p = params->problem;
+  if (TAKES_PLAIN_ONLY && score_mode(p) != ScoreMode::PLAIN) return cudaErrorInvalidValue;
   const int64_t m_tiles = (p.seqlen_q + TILE_M - 1) / TILE_M;
   return launch(KERNEL_FOR(forward_kernel, p), m_tiles * p.num_heads * p.batch, THREADS, sizeof(SharedStorage), *params, stream);
 }

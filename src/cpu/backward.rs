@@ -133,7 +133,7 @@ pub(crate) fn backward<E: Element>(
                         // this item until `finish`; dq outlives the call.
                         let dq_row = unsafe { shared_dq.slice_mut(start, head_dim) };
                         for (dq, &x) in dq_row.iter_mut().zip(scratch.dq.row(row, head_dim)) {
-                            *dq = *dq + scaling.dq * x;
+                            *dq += scaling.dq * x;
                         }
                     }
                     turns.finish(turn, n_tile);

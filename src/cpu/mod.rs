@@ -6,6 +6,7 @@
 //! * [`backward`]: dq, dk and dv, a key tile against all its query rows ([`backward_tile`]); [`delta`]
 //!   comes before it, and [`turns`] keeps dq's sum in order.
 //! * [`rows`]: which (position, head) pairs share a tile, and loading them.
+//! * [`training`]: the ops beside the attention.
 //! * [`matmul`], [`simd`], [`buffer`], [`element`]: what these are written in.
 
 mod backward;
@@ -21,6 +22,7 @@ mod online_softmax;
 mod parts;
 mod rows;
 mod simd;
+pub(crate) mod training;
 mod turns;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -45,6 +47,7 @@ macro_rules! for_dtype {
         }
     };
 }
+use for_dtype;
 
 /// A storage with the layout of the tensor that is seen in it.
 pub(crate) type Input<'a> = (&'a CpuStorage, &'a Layout);
@@ -148,7 +151,7 @@ fn backward_typed<E: Element>(
     ])
 }
 
-fn cpu_storage(storage: &Storage) -> Result<&CpuStorage> {
+pub(crate) fn cpu_storage(storage: &Storage) -> Result<&CpuStorage> {
     match storage {
         Storage::Cpu(storage) => Ok(storage),
         other => bail!(

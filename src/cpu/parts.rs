@@ -116,9 +116,9 @@ pub(crate) fn combine<E: Element>(
         for part in 0..parts {
             let row = part * rows + row;
             let weight = E::Acc::from_f64((partial.max[row].to_f64() - max.to_f64()).exp2());
-            sum = sum + partial.sum[row] * weight;
+            sum += partial.sum[row] * weight;
             for (acc, &x) in acc.iter_mut().zip(&partial.out[row * head_dim..]) {
-                *acc = *acc + x * weight;
+                *acc += x * weight;
             }
         }
         let (batch, position, head) = (

@@ -7,7 +7,7 @@
 use std::any::{Any, TypeId};
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::__m512;
-use std::ops::{Add, Div, Mul, Sub};
+use std::ops::{Add, AddAssign, Div, Mul, Sub};
 use std::sync::OnceLock;
 
 use bytemuck::Pod;
@@ -33,6 +33,7 @@ pub(crate) trait Real:
     + Send
     + Sync
     + Add<Output = Self>
+    + AddAssign
     + Sub<Output = Self>
     + Mul<Output = Self>
     + Div<Output = Self>

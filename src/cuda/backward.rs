@@ -102,18 +102,15 @@ fn backward_typed<E: Element>(
             Rows::new((cuda_storage(&inputs[3].0)?, inputs[3].1))?,
             Rows::new((cuda_storage(&inputs[4].0)?, inputs[4].1))?,
         ];
-        let slopes = params.alibi_slopes_on_device();
-        let slopes = slopes.map(Tensor::storage_and_layout);
-        let slopes = slopes
-            .as_ref()
-            .map(|(storage, _)| cuda_storage(storage))
-            .transpose()?;
+        let slopes = params
+            .alibi_slopes_on_device()
+            .map(Tensor::storage_and_layout);
         let (q_pointer, _q_read) = q.pointer(&stream)?;
         let (k_pointer, _k_read) = k.pointer(&stream)?;
         let (v_pointer, _v_read) = v.pointer(&stream)?;
         let (out_pointer, _out_read) = out.pointer(&stream)?;
         let (dout_pointer, _dout_read) = dout.pointer(&stream)?;
-        let (alibi_slopes, _slopes_read) = slopes_pointer!(slopes, &stream);
+        let (alibi_slopes, _slopes_read) = slopes_pointer!(&slopes, &stream);
         let lse = cuda_storage(&lse_guard)?.as_cuda_slice::<f32>()?;
         let (lse_address, _lse_read) = lse.device_ptr(&stream);
         let (dq_address, _dq_write) = dq.device_ptr_mut(&stream);

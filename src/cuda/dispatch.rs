@@ -223,6 +223,7 @@ mod tests {
             .map(|row| (row.name, row.shared_kib, row.kernel.shared_bytes))
             .chain(backward_rows().map(|row| (row.name, row.shared_kib, row.kernel.shared_bytes)))
         {
+            println!("{name}: {bytes} bytes of shared memory a block");
             assert!(bytes > 0 && bytes as usize <= kib << 10, "{name}: {bytes}");
         }
         for row in backward_rows() {

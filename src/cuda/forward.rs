@@ -65,16 +65,13 @@ fn forward_typed<E: Element>(
     };
     if rows > 0 {
         let [q, k, v] = [Rows::<E>::new(q)?, Rows::new(k)?, Rows::new(v)?];
-        let slopes = params.alibi_slopes_on_device();
-        let slopes = slopes.map(Tensor::storage_and_layout);
-        let slopes = slopes
-            .as_ref()
-            .map(|(storage, _)| cuda_storage(storage))
-            .transpose()?;
+        let slopes = params
+            .alibi_slopes_on_device()
+            .map(Tensor::storage_and_layout);
         let (q_pointer, _q_read) = q.pointer(&stream)?;
         let (k_pointer, _k_read) = k.pointer(&stream)?;
         let (v_pointer, _v_read) = v.pointer(&stream)?;
-        let (alibi_slopes, _slopes_read) = slopes_pointer!(slopes, &stream);
+        let (alibi_slopes, _slopes_read) = slopes_pointer!(&slopes, &stream);
         let (out_address, _out_write) = out.device_ptr_mut(&stream);
         let (lse_address, _lse_write) = lse.device_ptr_mut(&stream);
         let arguments = FwdParams {

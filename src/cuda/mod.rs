@@ -4,6 +4,7 @@
 //! * [`forward`] fills `FwdParams` and calls one launcher; [`backward`] fills `BwdParams` and calls delta,
 //!   main and convert in order.
 //! * [`ffi`]: the structs and symbols of the border.
+//! * [`training`]: the ops beside the attention, with a border of their own.
 //!
 //! Everything is launched on the tensor's own device and stream; nothing synchronises.
 
@@ -13,6 +14,7 @@ mod backward;
 pub(crate) mod dispatch;
 mod ffi;
 mod forward;
+pub(crate) mod training;
 
 use std::ffi::{CStr, c_int, c_void};
 
@@ -85,6 +87,15 @@ impl<'a, E: Element> Rows<'a, E> {
             });
         }
         let device = storage.device();
+        // CUDA has no allocation of nothing.
+        if layout.shape().elem_count() == 0 {
+            return Ok(Self {
+                storage: Borrowed::InPlace(storage),
+                offset: 0,
+                strides: strides_of(&Layout::contiguous(layout.shape())),
+                element: std::marker::PhantomData,
+            });
+        }
         // SAFETY: the copy below writes every element.
         let mut copy = unsafe { device.alloc_uninit(layout.shape(), storage.dtype())? };
         storage.copy_strided_src(&mut copy, 0, layout)?;
@@ -186,21 +197,24 @@ fn problem<E: Element>(params: &AttnParams, heads_together: usize) -> Result<ffi
     })
 }
 
-/// The alibi slopes' storage, with the read guard that keeps it.
+/// The first of the alibi slopes, with the read guard that keeps their storage. A contiguous view may begin
+/// anywhere in it.
 macro_rules! slopes_pointer {
     ($slopes:expr, $stream:expr) => {
         match $slopes {
             None => (std::ptr::null(), None),
-            Some(storage) => {
-                let (address, guard) = storage.as_cuda_slice::<f32>()?.device_ptr($stream);
-                (address as *const f32, Some(guard))
+            Some((storage, layout)) => {
+                let slopes = cuda_storage(storage)?.as_cuda_slice::<f32>()?;
+                let (address, guard) = slopes.device_ptr($stream);
+                let first = (address as *const f32).wrapping_add(layout.start_offset());
+                (first, Some(guard))
             }
         }
     };
 }
 use slopes_pointer;
 
-fn cuda_storage(storage: &Storage) -> Result<&CudaStorage> {
+pub(crate) fn cuda_storage(storage: &Storage) -> Result<&CudaStorage> {
     match storage {
         Storage::Cuda(storage) => Ok(storage),
         other => bail!(
@@ -215,18 +229,23 @@ fn check(status: c_int, kernel: &str, params: &AttnParams) -> Result<()> {
     if status == 0 {
         return Ok(());
     }
-    // SAFETY: it returns a static string for any number.
-    let text = unsafe { CStr::from_ptr(ffi::cudaGetErrorString(status)) };
     bail!(
-        "flash_attn: {kernel} failed for batch {}, seqlen_q {}, seqlen_k {}, num_heads {}, num_kv_heads {}, head_dim {}: {} (cudaError {status})",
+        "flash_attn: {kernel} failed for batch {}, seqlen_q {}, seqlen_k {}, num_heads {}, num_kv_heads {}, head_dim {}: {}",
         params.batch,
         params.seqlen_q,
         params.seqlen_k,
         params.num_heads,
         params.num_kv_heads,
         params.head_dim,
-        text.to_string_lossy()
+        error_text(status)
     )
+}
+
+/// The driver's text for a `cudaError_t`.
+fn error_text(status: c_int) -> String {
+    // SAFETY: it returns a static string for any number.
+    let text = unsafe { CStr::from_ptr(ffi::cudaGetErrorString(status)) };
+    format!("{} (cudaError {status})", text.to_string_lossy())
 }
 
 /// An uninitialised allocation on the device's stream.

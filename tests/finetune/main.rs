@@ -1,11 +1,15 @@
-//! Training through the op: its loss curve against plain attention's, resumed runs, adapters, and what
-//! happens when the loss is no longer a number.
+//! Training through the op: its loss curve against plain attention's and from device to device, resumed runs,
+//! adapters, and what happens when the loss is no longer a number.
 
 #[path = "../../examples/finetune/batches.rs"]
 mod batches;
 #[path = "../../examples/common/checkpoint/mod.rs"]
 mod checkpoint;
 mod curves;
+#[path = "../suite/support/device.rs"]
+#[expect(dead_code, reason = "a run here has a device of its own")]
+mod device;
+mod devices;
 #[path = "../../examples/common/generate.rs"]
 mod generate;
 #[path = "../../examples/finetune/losses.rs"]
@@ -14,8 +18,6 @@ mod losses;
 mod model;
 #[path = "../../examples/common/numbers.rs"]
 mod numbers;
-#[path = "../../examples/finetune/optimizer.rs"]
-mod optimizer;
 #[path = "../../examples/finetune/options.rs"]
 mod options;
 #[path = "../../examples/finetune/plot.rs"]
@@ -30,5 +32,7 @@ mod scratch;
 mod setup;
 #[path = "../../examples/finetune/trainer.rs"]
 mod trainer;
+#[path = "../../examples/common/training/mod.rs"]
+mod training;
 #[path = "../../examples/finetune/weights.rs"]
 mod weights;

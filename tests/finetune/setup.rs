@@ -3,14 +3,15 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, anyhow};
-use candle_core::Device;
+use anyhow::{Context, Result, anyhow};
+use candle_core::{DType, Device};
 use clap::Parser;
 
 use crate::batches::Batches;
 use crate::checkpoint::Checkpoint;
+use crate::device;
 use crate::model::Attention;
-use crate::options::Options;
+use crate::options::{LoraOn, Options};
 use crate::scratch;
 use crate::trainer::Trainer;
 
@@ -37,27 +38,94 @@ pub fn try_options(more: &[&str]) -> Result<Options, clap::Error> {
 
 /// The model that the options make, always the same.
 pub fn checkpoint(options: &Options) -> Result<Checkpoint> {
-    scratch::checkpoint(options, &[text()], &Device::Cpu)
+    scratch::checkpoint(options, &[text()])
 }
 
-/// A trainer at its first step.
+/// A trainer at its first step, on the CPU in F32.
 pub fn trainer(
     options: &Options,
     checkpoint: &Checkpoint,
     attention: Attention,
 ) -> Result<Trainer> {
+    CPU_F32.trainer(options, checkpoint, attention)
+}
+
+/// What the tokens of the text make, on `device`.
+pub fn batches(options: &Options, checkpoint: &Checkpoint, device: &Device) -> Result<Batches> {
     let encoding = checkpoint
         .tokenizer
         .encode(fs::read_to_string(text())?, true)
         .map_err(|error| anyhow!("{error}"))?;
-    let batches = Batches::new(&[encoding.get_ids().to_vec()], options, &Device::Cpu)?;
-    Trainer::new(
-        options,
-        &checkpoint.config,
-        &checkpoint.weights,
-        batches,
-        attention,
-    )
+    Batches::new(&[encoding.get_ids().to_vec()], options, device)
+}
+
+/// What a run computes on and in.
+#[derive(Debug, Clone)]
+pub struct Place {
+    pub device: Device,
+    pub dtype: DType,
+}
+
+pub const CPU_F32: Place = Place {
+    device: Device::Cpu,
+    dtype: DType::F32,
+};
+
+pub const CPU_BF16: Place = Place {
+    device: Device::Cpu,
+    dtype: DType::BF16,
+};
+
+/// A GPU of its own for each test, in BF16: tests in parallel share no cuBLAS.
+pub fn gpu() -> Result<Option<Place>> {
+    let dtype = DType::BF16;
+    device::gpu()
+        .map(|_| Device::new_cuda(0).map(|device| Place { device, dtype }))
+        .transpose()
+        .map_err(anyhow::Error::from)
+}
+
+/// Every place of this machine.
+pub fn places() -> Result<Vec<Place>> {
+    Ok([CPU_F32, CPU_BF16].into_iter().chain(gpu()?).collect())
+}
+
+/// Runs a test body in each place, on all weights and on adapters of all projections, five times as fast.
+pub fn for_each_run(
+    options: &Options,
+    test: impl Fn(&Place, &Options) -> Result<()>,
+) -> Result<()> {
+    for place in places()? {
+        for lora in [None, Some(4)] {
+            let options = Options {
+                lr: options.lr * lora.map_or(1., |_| 5.),
+                lora,
+                lora_on: LoraOn::All,
+                ..options.clone()
+            };
+            test(&place, &options).with_context(|| format!("{place:?}, lora {lora:?}"))?;
+        }
+    }
+    Ok(())
+}
+
+impl Place {
+    /// A trainer at its first step.
+    pub fn trainer(
+        &self,
+        options: &Options,
+        checkpoint: &Checkpoint,
+        attention: Attention,
+    ) -> Result<Trainer> {
+        Trainer::new(
+            options,
+            &checkpoint.config,
+            &checkpoint.weights,
+            batches(options, checkpoint, &self.device)?,
+            attention,
+            self.dtype,
+        )
+    }
 }
 
 fn text() -> PathBuf {

@@ -18,6 +18,7 @@ mod greedy;
 mod logits;
 mod made_up;
 #[path = "../../examples/common/model/mod.rs"]
+#[expect(dead_code, reason = "optimiser steps are another test")]
 mod model;
 mod shipped;
 mod smollm2;

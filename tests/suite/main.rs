@@ -7,7 +7,8 @@
 //! * [`nan`]: where NaN and infinity go and where they don't;
 //! * [`determinism`]: the same bits from any number of threads; [`stress`]: under load, and where the device refuses;
 //! * [`simd`]: other instruction sets, [`sanitizer`]: other GPUs, and a grid small enough for a checker;
-//! * [`property`]: random shapes, strides and options.
+//! * [`property`]: random shapes, strides and options;
+//! * [`training`]: the ops beside the attention.
 
 mod backward;
 mod cases;
@@ -26,3 +27,4 @@ mod simd;
 mod stress;
 mod strides;
 mod support;
+mod training;

@@ -23,12 +23,7 @@ pub enum Attention {
 
 impl Attention {
     /// The mask that [`Attention::forward`] wants for `seqlen` new tokens after `position` old ones.
-    pub(super) fn mask(
-        self,
-        seqlen: usize,
-        position: usize,
-        device: &Device,
-    ) -> Result<Option<Tensor>> {
+    pub fn mask(self, seqlen: usize, position: usize, device: &Device) -> Result<Option<Tensor>> {
         match self {
             Self::Plain if seqlen > 1 => build_causal_mask(seqlen, position, device).map(Some),
             _ => Ok(None),
@@ -42,7 +37,7 @@ impl Attention {
     /// * `q`: `(batch, seqlen_q, num_heads, head_dim)`.
     /// * `k`, `v`: `(batch, seqlen_k, num_kv_heads, head_dim)`.
     /// * `mask`: what [`Attention::mask`] returned.
-    pub(super) fn forward(
+    pub fn forward(
         self,
         q: &Tensor,
         k: &Tensor,

@@ -1,24 +1,26 @@
-//! Linear maps, norms and rotary positions, each in two forms with the same result: candle's fused
-//! operation for inference, and plain tensor operations where autograd tracks an operand. (The fused
-//! ones have no backward: gradients would be lost in silence.)
+//! Linear maps, norms and rotary positions, on the ops of [`candle_flash_gqa::training`]: the same ones in
+//! training and inference.
 
 use std::f32::consts::PI;
 
-use candle_core::{D, DType, Device, Module, Result, Tensor};
-use candle_nn::{Linear, VarBuilder, ops, rotary_emb};
+use candle_core::{DType, Device, Result, Tensor};
+use candle_flash_gqa::training::{
+    linear, linear_from_heads, linear_to_heads, rms_norm, swiglu, swiglu_linear,
+};
+use candle_nn::VarBuilder;
 use candle_transformers::models::llama::{Config, Llama3RopeConfig, Llama3RopeType};
 
 /// A matrix without bias, with a low-rank adapter beside it where the weights hold one.
 pub struct Projection {
-    linear: Linear,
+    weight: Tensor, // (out, in)
     /// `lora_a` `(rank, in)` and `lora_b` `(out, rank)`: adds `lora_b · lora_a` to the matrix.
-    adapter: Option<(Linear, Linear)>,
+    adapter: Option<(Tensor, Tensor)>,
 }
 
 impl Projection {
     pub fn from_weight(weight: Tensor) -> Self {
         Self {
-            linear: Linear::new(weight, None),
+            weight,
             adapter: None,
         }
     }
@@ -28,18 +30,44 @@ impl Projection {
         if vb.contains_tensor("lora_a") {
             let lora_a = vb.get_unchecked("lora_a")?;
             let lora_b = vb.get_unchecked("lora_b")?;
-            projection.adapter = Some((Linear::new(lora_a, None), Linear::new(lora_b, None)));
+            projection.adapter = Some((lora_a, lora_b));
         }
         Ok(projection)
     }
 
     /// `(.., in)` to `(.., out)`.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let out = self.linear.forward(x)?;
+        let out = linear(x, &self.weight)?;
         match &self.adapter {
             None => Ok(out),
-            Some((lora_a, lora_b)) => out + lora_b.forward(&lora_a.forward(x)?)?,
+            Some((lora_a, lora_b)) => out + linear(&linear(x, lora_a)?, lora_b)?,
         }
+    }
+
+    /// `(.., in)` to `(.., out / head_dim, head_dim)`.
+    pub fn forward_to_heads(&self, x: &Tensor, head_dim: usize) -> Result<Tensor> {
+        let out = linear_to_heads(x, &self.weight, head_dim)?;
+        match &self.adapter {
+            None => Ok(out),
+            Some((lora_a, lora_b)) => out + linear_to_heads(&linear(x, lora_a)?, lora_b, head_dim)?,
+        }
+    }
+
+    /// `(.., in / head_dim, head_dim)` to `(.., out)`.
+    pub fn forward_from_heads(&self, x: &Tensor) -> Result<Tensor> {
+        let out = linear_from_heads(x, &self.weight)?;
+        match &self.adapter {
+            None => Ok(out),
+            Some((lora_a, lora_b)) => out + linear(&linear_from_heads(x, lora_a)?, lora_b)?,
+        }
+    }
+}
+
+/// SwiGLU of two projections, one op unless there is an adapter.
+pub fn gated(gate: &Projection, up: &Projection, x: &Tensor) -> Result<Tensor> {
+    match (&gate.adapter, &up.adapter) {
+        (None, None) => swiglu_linear(x, &gate.weight, &up.weight),
+        _ => swiglu(&gate.forward(x)?, &up.forward(x)?),
     }
 }
 
@@ -50,19 +78,20 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
+    pub fn new(weight: Tensor, eps: f64) -> Self {
+        Self {
+            weight,
+            eps: eps as f32,
+        }
+    }
+
     pub fn load(config: &Config, vb: VarBuilder) -> Result<Self> {
-        Ok(Self {
-            weight: vb.get(config.hidden_size, "weight")?,
-            eps: config.rms_norm_eps as f32,
-        })
+        let weight = vb.get(config.hidden_size, "weight")?;
+        Ok(Self::new(weight, config.rms_norm_eps))
     }
 
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        if x.track_op() || self.weight.track_op() {
-            ops::rms_norm_slow(x, &self.weight, self.eps)
-        } else {
-            ops::rms_norm(&x.contiguous()?, &self.weight, self.eps)
-        }
+        rms_norm(x, &self.weight, self.eps)
     }
 }
 
@@ -100,25 +129,6 @@ impl Rotary {
             self.sin.narrow(0, position, seqlen)?,
         ))
     }
-}
-
-/// Rotates `x` `(batch, seqlen, num_heads, head_dim)`: element `j` of the first half of a head and
-/// element `j` of the second are one pair.
-pub fn apply_rotary(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    if !x.track_op() {
-        return rotary_emb::rope_thd(x, cos, sin);
-    }
-    let half = x.dim(D::Minus1)? / 2;
-    let (cos, sin) = (cos.unsqueeze(1)?, sin.unsqueeze(1)?); // (seqlen, 1, head_dim / 2)
-    let first = x.narrow(D::Minus1, 0, half)?;
-    let second = x.narrow(D::Minus1, half, half)?;
-    Tensor::cat(
-        &[
-            (first.broadcast_mul(&cos)? - second.broadcast_mul(&sin)?)?,
-            (second.broadcast_mul(&cos)? + first.broadcast_mul(&sin)?)?,
-        ],
-        D::Minus1,
-    )
 }
 
 /// The angle per position of each pair, with the scaling of Llama 3.1 where the model asks for it:

@@ -9,26 +9,31 @@
 
 mod attention;
 mod cache;
-mod layers;
+pub mod layers;
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
+use candle_core::backprop::GradStore;
 use candle_core::{Result, Tensor};
+use candle_flash_gqa::training::{Recompute, embedding, rope};
 use candle_nn::VarBuilder;
 use candle_transformers::models::llama::Config;
 
 pub use attention::Attention;
 pub use cache::KvCache;
-use layers::{Projection, RmsNorm, Rotary, apply_rotary, widen};
+use layers::{Projection, RmsNorm, Rotary, gated, widen};
 
 /// A decoder-only transformer whose attention is chosen by [`Attention`].
 pub struct Llama {
     embed: Tensor, // (vocab_size, hidden_size)
-    blocks: Vec<Block>,
+    blocks: Vec<Arc<Block>>,
     norm: RmsNorm,
     lm_head: Projection,
     rotary: Rotary,
     attention: Attention,
+    /// Where there is one, blocks keep no activations for the backward.
+    recompute: Option<Recompute>,
 }
 
 impl Llama {
@@ -58,7 +63,7 @@ impl Llama {
             Projection::load(config.vocab_size, config.hidden_size, vb.pp("lm_head"))?
         };
         let blocks = (0..config.num_hidden_layers)
-            .map(|layer| Block::load(vb.pp(format!("model.layers.{layer}")), config))
+            .map(|layer| Block::load(vb.pp(format!("model.layers.{layer}")), config).map(Arc::new))
             .collect::<Result<_>>()?;
         Ok(Self {
             embed,
@@ -67,7 +72,14 @@ impl Llama {
             lm_head,
             rotary: Rotary::new(config, vb.dtype(), vb.device())?,
             attention,
+            recompute: None,
         })
+    }
+
+    /// The same model, whose backward computes the activations of each block again: it keeps their inputs alone.
+    pub fn with_recomputation(mut self) -> Self {
+        self.recompute = Some(Recompute::default());
+        self
     }
 
     /// Runs all blocks and the last norm.
@@ -81,23 +93,25 @@ impl Llama {
     ///
     /// The hidden states `(batch, seqlen, hidden_size)`.
     pub fn hidden(&self, tokens: &Tensor, mut cache: Option<&mut KvCache>) -> Result<Tensor> {
-        let (batch, seqlen) = tokens.dims2()?;
+        let seqlen = tokens.dim(1)?;
         let position = cache.as_ref().map_or(0, |cache| cache.len());
         let (cos, sin) = self.rotary.at(position, seqlen)?;
-        let context = Context {
+        let context = Arc::new(Context {
             cos,
             sin,
             mask: self.attention.mask(seqlen, position, tokens.device())?,
             attention: self.attention,
-        };
-        let hidden_size = self.embed.dim(1)?;
-        let mut hidden = self
-            .embed
-            .index_select(&tokens.flatten_all()?, 0)?
-            .reshape((batch, seqlen, hidden_size))?;
+        });
+        let mut hidden = embedding(&self.embed, tokens)?;
         for (layer, block) in self.blocks.iter().enumerate() {
             let cache = cache.as_deref_mut().map(|cache| (cache, layer));
-            hidden = block.forward(&hidden, &context, cache)?;
+            hidden = match (&self.recompute, cache) {
+                (Some(recompute), None) => {
+                    let (block, context) = (block.clone(), context.clone());
+                    recompute.run(&hidden, move |hidden| block.forward(hidden, &context, None))?
+                }
+                (_, cache) => block.forward(&hidden, &context, cache)?,
+            };
         }
         if let Some(cache) = cache {
             cache.advance(seqlen);
@@ -105,10 +119,22 @@ impl Llama {
         self.norm.forward(&hidden)
     }
 
-    /// Multiplies hidden states with the output embedding, `(.., hidden_size)` to `(.., vocab_size)`,
-    /// at least F32.
+    /// Multiplies hidden states with the output embedding, `(.., hidden_size)` to `(.., vocab_size)`.
+    pub fn output(&self, hidden: &Tensor) -> Result<Tensor> {
+        self.lm_head.forward(hidden)
+    }
+
+    /// Runs backward from a loss of this model.
+    pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
+        match &self.recompute {
+            Some(recompute) => recompute.backward(loss),
+            None => loss.backward(),
+        }
+    }
+
+    /// [`Llama::output`], at least F32.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
-        widen(&self.lm_head.forward(hidden)?)
+        widen(&self.output(hidden)?)
     }
 }
 
@@ -195,9 +221,8 @@ impl Block {
         let normed = self.input_norm.forward(hidden)?;
         let hidden = (hidden + self.attend(&normed, context, cache)?)?;
         let normed = self.mlp_norm.forward(&hidden)?;
-        let gate = self.gate_proj.forward(&normed)?.silu()?;
-        let up = self.up_proj.forward(&normed)?;
-        hidden + self.down_proj.forward(&(gate * up)?)?
+        let inner = gated(&self.gate_proj, &self.up_proj, &normed)?;
+        hidden + self.down_proj.forward(&inner)?
     }
 
     /// Self-attention of the new tokens over the cached ones and themselves.
@@ -207,15 +232,12 @@ impl Block {
         context: &Context,
         cache: Option<(&mut KvCache, usize)>,
     ) -> Result<Tensor> {
-        let (batch, seqlen, _) = normed.dims3()?;
-        // The number of heads follows from the size of the projection.
-        let heads = (batch, seqlen, (), self.head_dim);
-        let q = self.q_proj.forward(normed)?.reshape(heads)?;
-        let k = self.k_proj.forward(normed)?.reshape(heads)?;
-        let v = self.v_proj.forward(normed)?.reshape(heads)?;
+        let q = self.q_proj.forward_to_heads(normed, self.head_dim)?;
+        let k = self.k_proj.forward_to_heads(normed, self.head_dim)?;
+        let v = self.v_proj.forward_to_heads(normed, self.head_dim)?;
 
-        let q = apply_rotary(&q, &context.cos, &context.sin)?;
-        let k = apply_rotary(&k, &context.cos, &context.sin)?;
+        let q = rope(&q, &context.cos, &context.sin)?;
+        let k = rope(&k, &context.cos, &context.sin)?;
         let (k, v) = match cache {
             Some((cache, layer)) => cache.append(layer, &k, &v)?,
             None => (k, v),
@@ -223,6 +245,6 @@ impl Block {
         let out = context
             .attention
             .forward(&q, &k, &v, context.mask.as_ref())?;
-        self.o_proj.forward(&out.flatten_from(2)?)
+        self.o_proj.forward_from_heads(&out)
     }
 }

@@ -108,10 +108,14 @@ impl Problem {
             Some(Alibi::PerHead) => 1,
             Some(Alibi::PerItem) => self.batch,
         };
-        let slopes: Vec<f32> = (0..items * self.num_heads)
-            .filter_map(|i| self.slope(i / self.num_heads, i % self.num_heads))
-            .collect();
-        let slopes = Tensor::from_vec(slopes, (items, self.num_heads), device)?;
+        let count = items * self.num_heads;
+        let slopes = (0..count).filter_map(|i| self.slope(i / self.num_heads, i % self.num_heads));
+        // Behind numbers that are not theirs, as the slopes of one part of a model's heads are.
+        const BEFORE: usize = 3;
+        let storage: Vec<f32> = [f32::NAN; BEFORE].into_iter().chain(slopes).collect();
+        let slopes = Tensor::from_vec(storage, BEFORE + count, device)?
+            .narrow(0, BEFORE, count)?
+            .reshape((items, self.num_heads))?;
         Ok(Some(match self.alibi {
             Some(Alibi::PerHead) => slopes.squeeze(0)?,
             _ => slopes,

@@ -1,0 +1,160 @@
+//! Rows and profiles as tables or JSON.
+
+use std::io::{Write, stdout};
+
+use anyhow::Result;
+use serde_json::json;
+
+use crate::Args;
+use crate::bench::Row;
+use crate::profile::Profile;
+use crate::shapes::Case;
+
+pub struct Report {
+    json: bool,
+    recompute: bool,
+    peak: f64,
+}
+
+impl Report {
+    pub fn new(args: &Args) -> Self {
+        Self {
+            json: args.json,
+            recompute: args.recompute,
+            peak: args.peak,
+        }
+    }
+
+    /// The head of the table of rows.
+    pub fn header(&self) -> Result<()> {
+        if !self.json {
+            writeln!(
+                stdout(),
+                "{:13} {:9} {:>7} {:>11} {:>9} {:>9} {:>8} {:>6} {:>9} {:>7}",
+                "model",
+                "attention",
+                "context",
+                "batch",
+                "s/step",
+                "tokens/s",
+                "TFLOP/s",
+                "share",
+                "peak GiB",
+                "loss"
+            )?;
+        }
+        Ok(())
+    }
+
+    pub fn row(&self, row: &Row) -> Result<()> {
+        let Case {
+            shape,
+            attention,
+            seqlen,
+        } = row.case;
+        let (model, attention) = (shape.to_string(), attention.to_string());
+        let mut out = stdout().lock();
+        let Some(figures) = &row.figures else {
+            return Ok(match self.json {
+                true => writeln!(
+                    out,
+                    "{}",
+                    json!({"model": model, "attention": attention, "seqlen": seqlen, "recompute": self.recompute, "out_of_memory": true})
+                ),
+                false => writeln!(out, "{model:13} {attention:9} {seqlen:7} out of memory"),
+            }?);
+        };
+        let share = figures.tflops / self.peak;
+        let gib = figures
+            .peak_bytes
+            .map(|bytes| bytes as f64 / (1u64 << 30) as f64);
+        if self.json {
+            let line = json!({
+                "model": model,
+                "attention": attention,
+                "seqlen": seqlen,
+                "recompute": self.recompute,
+                "batch": figures.batch,
+                "micro_batches": figures.micro_batches,
+                "seconds_per_step": figures.seconds_per_step,
+                "tokens_per_second": figures.tokens_per_second,
+                "tflops": figures.tflops,
+                "share_of_peak": share,
+                "peak_gib": gib,
+                "loss": figures.loss,
+            });
+            return Ok(writeln!(out, "{line}")?);
+        }
+        let batch = format!("{} x {}", figures.micro_batches, figures.batch);
+        let gib = gib.map_or("-".to_string(), |gib| format!("{gib:.1}"));
+        Ok(writeln!(
+            out,
+            "{model:13} {attention:9} {seqlen:7} {batch:>11} {:9.3} {:9.0} {:8.1} {share:6.3} {gib:>9} {:7.3}",
+            figures.seconds_per_step, figures.tokens_per_second, figures.tflops, figures.loss
+        )?)
+    }
+
+    /// Milliseconds; a part's are those of all of its kind in the model.
+    pub fn profile(&self, profile: &Profile) -> Result<()> {
+        let mut out = stdout().lock();
+        let Profile {
+            case,
+            batch,
+            phases,
+            parts,
+        } = profile;
+        let Case {
+            shape,
+            attention,
+            seqlen,
+        } = case;
+        if self.json {
+            let phases: serde_json::Map<_, _> = phases
+                .iter()
+                .map(|(name, ms)| (name.to_string(), json!(ms)))
+                .collect();
+            let parts: Vec<_> = parts
+                .iter()
+                .map(|part| {
+                    json!({"part": part.name, "count": part.count, "forward_ms": part.forward, "backward_ms": part.backward})
+                })
+                .collect();
+            let line = json!({
+                "model": shape.to_string(),
+                "attention": attention.to_string(),
+                "seqlen": seqlen,
+                "batch": batch,
+                "phases_ms": phases,
+                "parts": parts,
+            });
+            return Ok(writeln!(out, "{line}")?);
+        }
+        writeln!(
+            out,
+            "{shape}, {attention} attention, {batch} x {seqlen} tokens"
+        )?;
+        for (name, ms) in phases {
+            writeln!(out, "  {name:20} {ms:9.2} ms")?;
+        }
+        writeln!(
+            out,
+            "  {:20} {:>5} {:>9} {:>9} ms in all",
+            "part", "count", "forward", "backward"
+        )?;
+        let mut sums = [0.; 2];
+        for part in parts {
+            let all = [part.forward, part.backward].map(|ms| ms * part.count as f64);
+            writeln!(
+                out,
+                "  {:20} {:5} {:9.2} {:9.2}",
+                part.name, part.count, all[0], all[1]
+            )?;
+            sums = [sums[0] + all[0], sums[1] + all[1]];
+        }
+        Ok(writeln!(
+            out,
+            "  {:20} {:>5} {:9.2} {:9.2}",
+            "sum of parts", "", sums[0], sums[1]
+        )?)
+    }
+}
