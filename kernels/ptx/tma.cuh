@@ -1,5 +1,5 @@
-// Copies of boxes of tensors by the copy engine, sm_90.
-// PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk.tensor, prefetch". One thread.
+// Copies by the copy engine, sm_90.
+// PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk, cp.async.bulk.tensor, prefetch". One thread.
 #pragma once
 #include <cstdint>
 
@@ -14,6 +14,14 @@ __device__ __forceinline__ void tma_load_4d(uint32_t smem, const void* tensor_ma
       "[%2];" ::"r"(smem),
       "l"(tensor_map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
+}
+
+// Begins to copy `bytes` in a row, a multiple of 16; both addresses are aligned to 16 bytes. They count for the phase
+// of `barrier`.
+__device__ __forceinline__ void bulk_load(uint32_t smem, const void* gmem, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem),
+               "l"(gmem), "r"(bytes), "r"(barrier)
+               : "memory");
 }
 
 // Begins to fetch a tensor map that is a parameter of the kernel.

@@ -26,13 +26,11 @@
 #include "../common/softmax.cuh"
 #include "../common/tile.cuh"
 #include "../launch.cuh"
-#include "../ptx/mbarrier.cuh"
 #include "../ptx/named_barrier.cuh"
 #include "../ptx/setmaxnreg.cuh"
-#include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
-#include "swizzled.cuh"
-#include "tensor_map.cuh"
+#include "pipeline.cuh"
+#include "store.cuh"
 #include "tile.cuh"
 
 namespace {
@@ -58,11 +56,6 @@ struct Arguments {
   uint32_t pieces;  // of work
 };
 
-// `full`: the tile is there; one arrival, and its bytes. `empty`: all warpgroups have finished with it.
-struct Handover {
-  uint64_t full, empty;
-};
-
 struct SharedStorage {
   SwizzledTile<LayoutQ> q;
   SwizzledTile<LayoutKV> k[STAGES];
@@ -71,18 +64,7 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
 
-// Where a warpgroup is in a ring of stages.
-struct RingPlace {
-  int stage = 0;
-  uint32_t phase = 0;
-
-  __device__ void advance() {
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
+using Place = RingPlace<STAGES>;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -102,17 +84,13 @@ struct Pieces {
 
 // ---- device steps: loading --------------------------------------------------------------------------
 
-// Waits until a tile is empty and begins to fill it. One thread.
+// Begins to fill a tile, once all products with its last content have ended.
 template <class Layout>
-__device__ __forceinline__ void load_tile(SwizzledTile<Layout>& tile, Handover& handover, uint32_t phase,
-                                          const TensorMap& tensor, int row, int head, int batch) {
-  const uint32_t full = smem_address(&handover.full), smem = smem_address(&tile);
-  ptx::mbarrier_wait(smem_address(&handover.empty), phase ^ 1);  // all products with its last content have ended
-  ptx::mbarrier_arrive_expect(full, Layout::BYTES);
-#pragma unroll
-  for (int panel = 0; panel < Layout::PANELS; ++panel)
-    ptx::tma_load_4d(smem + panel * Layout::PANEL_BYTES, &tensor.map, full, panel * Layout::PANEL_COLS, row,
-                     head * tensor.head_step, batch * tensor.batch_step);
+__device__ __forceinline__ void refill(SwizzledTile<Layout>& tile, Handover& handover, uint32_t phase,
+                                       const TensorMap& tensor, int row, int head, int batch) {
+  handover.wait_empty(phase);
+  handover.expect(Layout::BYTES);
+  load_tile(tile, handover, tensor, row, head, batch);
 }
 
 // What the loading warpgroup does: one thread of it.
@@ -120,25 +98,25 @@ __device__ __forceinline__ void load_all(const Arguments& arguments, SharedStora
   ptx::prefetch_tensor_map(&arguments.q.map);
   ptx::prefetch_tensor_map(&arguments.k.map);
   ptx::prefetch_tensor_map(&arguments.v.map);
-  RingPlace k_place, v_place;
+  Place k_place, v_place;
   uint32_t q_phase = 0;
   for (Pieces at; !at.is_end(arguments.pieces); at.advance()) {
     const Work work(arguments.params.problem, at.piece());
     if (work.n_tiles.begin >= work.n_tiles.end) continue;
     const auto load_k = [&](int n_tile) {
-      load_tile(shared.k[k_place.stage], shared.k_handover[k_place.stage], k_place.phase, arguments.k,
-                n_tile * TILE_N, work.kv_head, work.batch);
+      refill(shared.k[k_place.stage], shared.k_handover[k_place.stage], k_place.phase, arguments.k,
+             n_tile * TILE_N, work.kv_head, work.batch);
       k_place.advance();
     };
     const auto load_v = [&](int n_tile) {
-      load_tile(shared.v[v_place.stage], shared.v_handover[v_place.stage], v_place.phase, arguments.v,
-                n_tile * TILE_N, work.kv_head, work.batch);
+      refill(shared.v[v_place.stage], shared.v_handover[v_place.stage], v_place.phase, arguments.v,
+             n_tile * TILE_N, work.kv_head, work.batch);
       v_place.advance();
     };
     // In the order in which they are used.
     int n_tile = work.n_tiles.end - 1;
     load_k(n_tile);
-    load_tile(shared.q, shared.q_handover, q_phase, arguments.q, work.first_row, work.head, work.batch);
+    refill(shared.q, shared.q_handover, q_phase, arguments.q, work.first_row, work.head, work.batch);
     q_phase ^= 1;
 #pragma unroll 1  // few registers
     for (; n_tile > work.n_tiles.begin; --n_tile) {
@@ -169,43 +147,6 @@ __device__ __forceinline__ void begin_out(float (&out)[1][OUT_TILES][4], const P
   for (int block = 0; block < TILE_N / 16; ++block)
     ptx::Wgmma<Element, HEAD_DIM>::rs(out[0], probs.frag[0][block], v.after(n_major_step(block)));
   ptx::wgmma_commit();
-}
-
-// Turns four numbers of each of four lanes, a matrix of 4 x 4 in rows, into the rows of its transpose.
-__device__ __forceinline__ void transpose_in_quad(uint32_t (&x)[4], int lane) {
-#pragma unroll
-  for (int step = 1; step <= 2; step *= 2) {
-    const bool upper = lane & step;
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
-      const int low = step == 1 ? 2 * pair : pair, high = low + step;
-      const uint32_t received = __shfl_xor_sync(~0u, upper ? x[low] : x[high], step);
-      x[low] = upper ? received : x[low];
-      x[high] = upper ? x[high] : received;
-    }
-  }
-}
-
-// Writes the 16 rows of a warp from `row` on: of each row a lane writes 16 bytes of every 64.
-template <class Element>
-__device__ __forceinline__ void store_out(const float (&acc)[1][OUT_TILES][4], const FwdParams& params,
-                                          const Work& work, int first_row, int lane) {
-  const AttnProblem& p = params.problem;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = first_row + 8 * half + lane / 4;
-    uint16_t* out = static_cast<uint16_t*>(params.out) +
-                    contiguous_offset(work.batch, p.seqlen_q, p.num_heads, p.head_dim, row, work.head);
-#pragma unroll
-    for (int j = 0; j < OUT_TILES; j += 4) {
-      uint32_t x[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = pack<Element>(acc[0][j + i][2 * half], acc[0][j + i][2 * half + 1]);
-      transpose_in_quad(x, lane);
-      const int col = 8 * (j + lane % 4);
-      if (row < p.seqlen_q && col < p.head_dim) *reinterpret_cast<uint4*>(out + col) = {x[0], x[1], x[2], x[3]};
-    }
-  }
 }
 
 // One computing warpgroup's turn to issue products (WARPGROUPS barriers, numbers from 1 on).
@@ -240,19 +181,9 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
   const Turn turn{warpgroup};
   const MatrixDescriptor q = k_major(smem_address(&shared.q) + warpgroup * 64 * LayoutQ::PANEL_COLS * 2);
 
-  RingPlace k_place, v_place;
+  Place k_place, v_place;
   uint32_t q_phase = 0;
   turn.begin();
-
-  // The tile is there: its bytes have come.
-  const auto wait_full = [](Handover& handover, uint32_t phase) {
-    ptx::mbarrier_wait(smem_address(&handover.full), phase);
-  };
-  // The tile may be overwritten: this warpgroup's products with it have ended. One thread has waited for them, and
-  // they end for all warps together.
-  const auto release = [&](Handover& handover) {
-    if (is_speaker) ptx::mbarrier_arrive(smem_address(&handover.empty));
-  };
 
   for (Pieces at; !at.is_end(arguments.pieces); at.advance()) {
     const Work work(p, at.piece());
@@ -270,13 +201,13 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
       const auto keep_rescale = [&](int, int half, float factor) { rescale[half] = factor; };
       int n_tile = work.n_tiles.end - 1;
 
-      wait_full(shared.q_handover, q_phase);
-      wait_full(shared.k_handover[k_place.stage], k_place.phase);
+      shared.q_handover.wait_full(q_phase);
+      shared.k_handover[k_place.stage].wait_full(k_place.phase);
       ptx::wgmma_fence();
       begin_scores<Element>(scores, q, k_major(smem_address(&shared.k[k_place.stage])));
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
-      release(shared.k_handover[k_place.stage]);
+      shared.k_handover[k_place.stage].release(is_speaker);
       k_place.advance();
       mask_scores(scores, mask, warp_row, n_tile * TILE_N, lane);
       softmax.move_references(scores, factor, keep_rescale);  // out is zero yet
@@ -285,18 +216,18 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
 
       // Scores of tile n_tile - 1, beside the product of tile n_tile's probabilities.
       const auto step = [&](auto is_masked) {
-        wait_full(shared.k_handover[k_place.stage], k_place.phase);
+        shared.k_handover[k_place.stage].wait_full(k_place.phase);
         turn.wait();
         ptx::hold(out);
         ptx::wgmma_fence();
         begin_scores<Element>(scores, q, k_major(smem_address(&shared.k[k_place.stage])));
-        wait_full(shared.v_handover[v_place.stage], v_place.phase);
+        shared.v_handover[v_place.stage].wait_full(v_place.phase);
         ptx::wgmma_fence();
         begin_out(out, probs, n_major<LayoutKV>(smem_address(&shared.v[v_place.stage])));
         turn.pass_on();
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
-        release(shared.k_handover[k_place.stage]);
+        shared.k_handover[k_place.stage].release(is_speaker);
         k_place.advance();
         --n_tile;
         if constexpr (decltype(is_masked)::value) mask_scores(scores, mask, warp_row, n_tile * TILE_N, lane);
@@ -308,7 +239,7 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
         ptx::wgmma_wait<0>();
         ptx::hold(out);
         ptx::hold(scores);
-        release(shared.v_handover[v_place.stage]);
+        shared.v_handover[v_place.stage].release(is_speaker);
         v_place.advance();
         if (moved) {
           OnlineSoftmax<1>::rescale_row(out, 0, 0, rescale[0]);
@@ -320,16 +251,16 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
       while (n_tile > free.begin) step(std::false_type());
       while (n_tile > work.n_tiles.begin) step(std::true_type());
       // The last product with q has ended.
-      release(shared.q_handover);
+      shared.q_handover.release(is_speaker);
       q_phase ^= 1;
 
-      wait_full(shared.v_handover[v_place.stage], v_place.phase);
+      shared.v_handover[v_place.stage].wait_full(v_place.phase);
       ptx::hold(out);
       ptx::wgmma_fence();
       begin_out(out, probs, n_major<LayoutKV>(smem_address(&shared.v[v_place.stage])));
       ptx::wgmma_wait<0>();
       ptx::hold(out);
-      release(shared.v_handover[v_place.stage]);
+      shared.v_handover[v_place.stage].release(is_speaker);
       v_place.advance();
     }
 
@@ -351,7 +282,10 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
       if (lane % 4 == 0 && row < p.seqlen_q)
         arguments.params.lse[(static_cast<int64_t>(work.batch) * p.num_heads + work.head) * p.seqlen_q + row] = lse;
     }
-    store_out<Element>(out, arguments.params, work, warp_row, lane);
+    uint16_t* head_out = static_cast<uint16_t*>(arguments.params.out) +
+                         contiguous_offset(work.batch, p.seqlen_q, p.num_heads, p.head_dim, 0, work.head);
+    store_rows<Element>(out, head_out, static_cast<int64_t>(p.num_heads) * p.head_dim, warp_row, p.seqlen_q,
+                        p.head_dim, lane);
   }
 }
 
@@ -367,14 +301,10 @@ __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const __grid_consta
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
 
   if (threadIdx.x == 0) {
-    const auto init = [](Handover& handover) {
-      ptx::mbarrier_init(smem_address(&handover.full), 1);
-      ptx::mbarrier_init(smem_address(&handover.empty), WARPGROUPS);
-    };
-    init(shared.q_handover);
+    shared.q_handover.init(WARPGROUPS);
     for (int stage = 0; stage < STAGES; ++stage) {
-      init(shared.k_handover[stage]);
-      init(shared.v_handover[stage]);
+      shared.k_handover[stage].init(WARPGROUPS);
+      shared.v_handover[stage].init(WARPGROUPS);
     }
     ptx::mbarrier_init_fence();
   }

@@ -9,10 +9,18 @@ template <int ROWS_, int COLS_>
 struct PanelLayout {
   static constexpr int ROWS = ROWS_;
   static constexpr int PANEL_COLS = 64;
+  static constexpr int ROW_BYTES = PANEL_COLS * 2;
   static constexpr int PANELS = (COLS_ + PANEL_COLS - 1) / PANEL_COLS;
-  static constexpr int PANEL_BYTES = ROWS * PANEL_COLS * 2;
+  static constexpr int PANEL_BYTES = ROWS * ROW_BYTES;
   static constexpr int BYTES = PANELS * PANEL_BYTES;
   static_assert(ROWS % 8 == 0);
+
+  // Where in its row of a panel a 16-byte chunk lies.
+  __device__ static int permuted(int row, int chunk) { return chunk ^ (row & 7); }
+  // In bytes from the beginning of the tile; chunks count over all panels.
+  __device__ static uint32_t chunk_offset(int row, int chunk) {
+    return chunk / 8 * PANEL_BYTES + row * ROW_BYTES + permuted(row, chunk % 8) * 16;
+  }
 };
 
 template <class Layout>

@@ -39,3 +39,24 @@ struct ForwardTile<256> {
   static constexpr int TILE_N = 80, WARPGROUPS = 2, STAGES = 2, LOAD_REGISTERS = 24, REGISTERS = 240;
   static constexpr bool IN_TURN = false;
 };
+
+// Of backward.cu: 64 keys each for two warpgroups, TILE_M query rows a step. KEYS_IN_REGISTERS: k and v are operands
+// from registers, not read again from shared memory in each step. DQ_IN_TURNS: of two steps each warpgroup computes
+// all of one step's dq, else half of the columns in each.
+template <int HEAD_DIM_>
+struct BackwardTile;
+template <>
+struct BackwardTile<64> {
+  static constexpr int TILE_M = 64, Q_STAGES = 3, DOUT_STAGES = 3;
+  static constexpr bool KEYS_IN_REGISTERS = true, DQ_IN_TURNS = true;
+};
+template <>
+struct BackwardTile<96> {
+  static constexpr int TILE_M = 64, Q_STAGES = 3, DOUT_STAGES = 3;
+  static constexpr bool KEYS_IN_REGISTERS = false, DQ_IN_TURNS = true;
+};
+template <>
+struct BackwardTile<128> {
+  static constexpr int TILE_M = 64, Q_STAGES = 3, DOUT_STAGES = 3;
+  static constexpr bool KEYS_IN_REGISTERS = false, DQ_IN_TURNS = false;
+};

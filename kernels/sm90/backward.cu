@@ -1,0 +1,429 @@
+// dk, dv and the sums of dq, FlashAttention-2, Algorithm 2, for wgmma and the copy engine (sm_90a). Step 2 of the
+// backward: common/delta.cu comes before, common/convert.cu after.
+//
+// grid       one block for each (batch, kv head), part of the head's group, and tile of TILE_N keys
+// block      a warpgroup that loads (one thread of it) and two that compute, of 64 keys each
+// shared     k and v tile; q and dout tiles of three steps, with lse and delta; dscores of two steps
+// registers  given 24 + 2 x 240
+//
+// A block visits, for each query head of its part of the group in turn, the query tiles that see its keys. dk and dv
+// stay in registers over all of them; dq is added to sums in device memory, straight from the accumulators.
+//
+// Scores and dprobs are transposed, keys by rows: their accumulators, packed, are the left operands of dv and dk, and
+// only dscores go through shared memory, for dq. The products of a step that nothing waits for are left to the next
+// one, so that the exponentials and what makes dscores of dprobs have products beside them. A warpgroup issues
+//   scores, dk of the last step, dprobs | exponentials | dq of the last step | dscores | dv | the addition to dq
+// and waits, at each bar, only for what it needs next: there are always products under way.
+#include <type_traits>
+
+#include "../common/accumulator.cuh"
+#include "../common/backward_work.cuh"
+#include "../common/softmax.cuh"
+#include "../launch.cuh"
+#include "../ptx/ldmatrix.cuh"
+#include "../ptx/named_barrier.cuh"
+#include "../ptx/ordered.cuh"
+#include "../ptx/proxy_fence.cuh"
+#include "../ptx/setmaxnreg.cuh"
+#include "../ptx/stmatrix.cuh"
+#include "../ptx/wgmma.cuh"
+#include "pipeline.cuh"
+#include "store.cuh"
+#include "tile.cuh"
+
+namespace {
+
+// ---- constants --------------------------------------------------------------------------------------
+
+using Tile = BackwardTile<HEAD_DIM>;
+constexpr int WARPGROUPS = 2, WARPGROUP_THREADS = 128, WARPGROUP_KEYS = 64;
+constexpr int THREADS = WARPGROUP_THREADS * (1 + WARPGROUPS);
+constexpr int TILE_M = Tile::TILE_M, TILE_N = WARPGROUPS * WARPGROUP_KEYS;
+constexpr int HEAD_BLOCKS = HEAD_DIM / 16, HEAD_TILES = HEAD_DIM / 8;
+constexpr int ROW_BLOCKS = TILE_M / 16, ROW_TILES = TILE_M / 8;
+constexpr int DQ_COLS = Tile::DQ_IN_TURNS ? HEAD_DIM : HEAD_DIM / WARPGROUPS;  // that a warpgroup computes
+constexpr int LOAD_REGISTERS = 24, REGISTERS = 240;
+static_assert(TILE_M == 64 && ROW_PADDING % TILE_M == 0 && ROW_PADDING % TILE_N == 0);
+static_assert(Tile::DQ_IN_TURNS || DQ_COLS % 64 == 0);
+
+using LayoutQ = PanelLayout<TILE_M, HEAD_DIM>;
+using LayoutKV = PanelLayout<TILE_N, HEAD_DIM>;
+using LayoutS = PanelLayout<TILE_N, TILE_M>;
+using Work = BackwardWork<TILE_M, TILE_N>;
+
+struct Arguments {
+  BwdParams params;
+  TensorMap q, k, v, dout;
+};
+
+struct SharedStorage {
+  SwizzledTile<LayoutKV> k, v;
+  SwizzledTile<LayoutQ> q[Tile::Q_STAGES];
+  SwizzledTile<LayoutQ> dout[Tile::DOUT_STAGES];
+  SwizzledTile<LayoutS> dscores[2];  // transposed
+  alignas(16) float lse_log2[Tile::Q_STAGES][TILE_M];
+  alignas(16) float delta[Tile::DOUT_STAGES][TILE_M];
+  Handover keys, q_handover[Tile::Q_STAGES], dout_handover[Tile::DOUT_STAGES];
+  uint64_t dscores_full[2];  // an arrival of each warp
+};
+static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// ---- device steps: loading --------------------------------------------------------------------------
+
+// What the loading warpgroup does: one thread of it.
+__device__ __forceinline__ void load_all(const Arguments& arguments, SharedStorage& shared) {
+  const BwdParams& params = arguments.params;
+  const AttnProblem& p = params.problem;
+  const Work work(params);
+  BackwardStep step = first_step(work);
+  if (step.head >= work.end_head) return;
+  shared.keys.expect(2 * LayoutKV::BYTES);
+  load_tile(shared.k, shared.keys, arguments.k, work.n_tile * TILE_N, work.kv_head, work.batch);
+  load_tile(shared.v, shared.keys, arguments.v, work.n_tile * TILE_N, work.kv_head, work.batch);
+
+  RingPlace<Tile::Q_STAGES> q_place;
+  RingPlace<Tile::DOUT_STAGES> dout_place;
+  constexpr uint32_t STATISTICS_BYTES = TILE_M * sizeof(float);
+#pragma unroll 1  // few registers
+  for (; step.head < work.end_head; step = step_after<false>(step, work)) {
+    const int first_row = step.m_tile * TILE_M;
+    const int64_t statistics = (static_cast<int64_t>(work.batch) * p.num_heads + step.head) * padded_rows(p.seqlen_q) + first_row;
+    Handover& q = shared.q_handover[q_place.stage];
+    q.wait_empty(q_place.phase);
+    q.expect(LayoutQ::BYTES + STATISTICS_BYTES);
+    load_tile(shared.q[q_place.stage], q, arguments.q, first_row, step.head, work.batch);
+    ptx::bulk_load(smem_address(shared.lse_log2[q_place.stage]), params.lse_log2 + statistics, STATISTICS_BYTES,
+                   smem_address(&q.full));
+    q_place.advance();
+    Handover& dout = shared.dout_handover[dout_place.stage];
+    dout.wait_empty(dout_place.phase);
+    dout.expect(LayoutQ::BYTES + STATISTICS_BYTES);
+    load_tile(shared.dout[dout_place.stage], dout, arguments.dout, first_row, step.head, work.batch);
+    ptx::bulk_load(smem_address(shared.delta[dout_place.stage]), params.delta + statistics, STATISTICS_BYTES,
+                   smem_address(&dout.full));
+    dout_place.advance();
+  }
+}
+
+// ---- device steps: computing ------------------------------------------------------------------------
+
+// 64 rows of k or v as the left operand of scores^T or dprobs^T.
+template <class Element, bool IN_REGISTERS>
+struct KeyOperand;
+
+template <class Element>
+struct KeyOperand<Element, false> {
+  MatrixDescriptor rows;
+  __device__ KeyOperand(const SwizzledTile<LayoutKV>& tile, int first_row, int)
+      : rows(k_major(smem_address(&tile) + first_row * LayoutKV::ROW_BYTES)) {}
+  // Begins acc = rows b^T.
+  __device__ __forceinline__ void begin(float (&acc)[1][ROW_TILES][4], MatrixDescriptor b) const {
+#pragma unroll
+    for (int block = 0; block < HEAD_BLOCKS; ++block)
+      ptx::Wgmma<Element, TILE_M>::ss(acc[0], rows.after(k_major_step<LayoutKV>(block)),
+                                      b.after(k_major_step<LayoutQ>(block)), block > 0);
+    ptx::wgmma_commit();
+  }
+};
+
+template <class Element>
+struct KeyOperand<Element, true> {
+  uint32_t frag[HEAD_BLOCKS][4];
+  __device__ KeyOperand(const SwizzledTile<LayoutKV>& tile, int first_row, int thread) {
+    const int lane = thread % 32, row = first_row + thread / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+    for (int block = 0; block < HEAD_BLOCKS; ++block)
+      ptx::ldmatrix_x4(frag[block], smem_address(&tile) + LayoutKV::chunk_offset(row, 2 * block + lane / 16));
+  }
+  __device__ __forceinline__ void begin(float (&acc)[1][ROW_TILES][4], MatrixDescriptor b) const {
+#pragma unroll
+    for (int block = 0; block < HEAD_BLOCKS; ++block)
+      ptx::Wgmma<Element, TILE_M>::rs_k_major(acc[0], frag[block], b.after(k_major_step<LayoutQ>(block)), block > 0);
+    ptx::wgmma_commit();
+  }
+};
+
+// Begins acc += weights^T rows, with `weights` a warpgroup's keys by rows.
+template <class Element>
+__device__ __forceinline__ void begin_sum(float (&acc)[1][HEAD_TILES][4], const uint32_t (&weights)[ROW_BLOCKS][4],
+                                          const SwizzledTile<LayoutQ>& rows) {
+  const MatrixDescriptor b = n_major<LayoutQ>(smem_address(&rows));
+#pragma unroll
+  for (int block = 0; block < ROW_BLOCKS; ++block)
+    ptx::Wgmma<Element, HEAD_DIM>::rs(acc[0], weights[block], b.after(n_major_step(block)));
+  ptx::wgmma_commit();
+}
+
+// Begins acc = dscores k, of columns from `first_col` on.
+template <class Element>
+__device__ __forceinline__ void begin_dq(float (&acc)[1][DQ_COLS / 8][4], const SwizzledTile<LayoutS>& dscores,
+                                         const SwizzledTile<LayoutKV>& k, int first_col) {
+  const MatrixDescriptor a = n_major<LayoutS>(smem_address(&dscores));
+  const MatrixDescriptor b =
+      n_major<LayoutKV>(smem_address(&k) + first_col / LayoutKV::PANEL_COLS * LayoutKV::PANEL_BYTES);
+#pragma unroll
+  for (int block = 0; block < TILE_N / 16; ++block)
+    ptx::Wgmma<Element, DQ_COLS>::ss_across(acc[0], a.after(n_major_step(block)), b.after(n_major_step(block)),
+                                            block > 0);
+}
+
+// The order of additions to dq, where their sum has to be the same bits on every run: the key tiles take turns at
+// each tile of dq, each warpgroup with its own counter. Blocks start in the order of their index and a tile waits
+// only for tiles before it, so the first of those that wait is always running.
+struct DqTurn {
+  int32_t* counter;  // null: in any order
+  int turn, warpgroup;
+
+  __device__ void wait() const {
+    if (!counter) return;
+    if (threadIdx.x % WARPGROUP_THREADS == 0) {
+      while (ptx::load_acquire(counter) != turn) {
+      }
+    }
+    ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);  // no thread adds before its turn
+  }
+  __device__ void pass_on() const {
+    if (!counter) return;
+    __threadfence();
+    ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);  // all additions of the warpgroup are made
+    if (threadIdx.x % WARPGROUP_THREADS == 0) ptx::store_release(counter, turn + 1);
+  }
+};
+
+// What computing warpgroup `warpgroup` does.
+template <class Element>
+__device__ __forceinline__ void compute(const Arguments& arguments, SharedStorage& shared, int warpgroup) {
+  const BwdParams& params = arguments.params;
+  const AttnProblem& p = params.problem;
+  const Work work(params);
+  const Mask mask(p);
+  const int thread = threadIdx.x, lane = thread % 32, warp = ptx::uniform(thread / 32 % 4);
+  const bool is_speaker = thread % WARPGROUP_THREADS == 0;
+  const float scale_log2 = p.softmax_scale * LOG2_E;
+  const int first_key = work.n_tile * TILE_N, warp_key = warpgroup * WARPGROUP_KEYS + warp * 16;  // of the tile
+
+  float acc_dk[1][HEAD_TILES][4], acc_dv[1][HEAD_TILES][4];
+  clear(acc_dk);
+  clear(acc_dv);
+
+  BackwardStep step = first_step(work);
+  if (step.head < work.end_head) {
+    RingPlace<Tile::Q_STAGES> q_place;
+    RingPlace<Tile::DOUT_STAGES> dout_place;
+    int parity = 0;            // of the step's number
+    uint32_t dscores_phase = 0;  // of the last step's dscores
+    uint32_t probs[ROW_BLOCKS][4], dscores[ROW_BLOCKS][4];  // packed, with the rows as K
+    float acc_dq[1][DQ_COLS / 8][4];
+    int last_q_stage = 0, last_dout_stage = 0;
+    BackwardStep last_step = step;
+
+    shared.keys.wait_full(0);
+    const KeyOperand<Element, Tile::KEYS_IN_REGISTERS> rows_k(shared.k, warpgroup * WARPGROUP_KEYS, thread);
+    const KeyOperand<Element, Tile::KEYS_IN_REGISTERS> rows_v(shared.v, warpgroup * WARPGROUP_KEYS, thread);
+
+    // Where this thread stores its part of dscores.
+    const uint32_t dscores_base = smem_address(&shared.dscores[0]) + (warp_key + lane % 16) * LayoutS::ROW_BYTES;
+
+    // dq of the last step: its product, and its addition.
+    const auto has_dq = [&] { return !Tile::DQ_IN_TURNS || parity == warpgroup; };
+    const auto begin_last_dq = [&] {
+      // dscores of both warpgroups are there. Both have finished with those of the step before: they arrive after
+      // that.
+      ptx::mbarrier_wait(smem_address(&shared.dscores_full[parity ^ 1]), dscores_phase);
+      if (has_dq()) {
+        ptx::hold(acc_dq);
+        ptx::wgmma_fence();
+        begin_dq<Element>(acc_dq, shared.dscores[parity ^ 1], shared.k, Tile::DQ_IN_TURNS ? 0 : warpgroup * DQ_COLS);
+      }
+      ptx::wgmma_commit();
+    };
+    const auto add_last_dq = [&] {
+      if (!has_dq()) return;
+      ptx::hold(acc_dq);
+      const int first_row = last_step.m_tile * TILE_M, first_col = Tile::DQ_IN_TURNS ? 0 : warpgroup * DQ_COLS;
+      const int64_t batch_head = static_cast<int64_t>(work.batch) * p.num_heads + last_step.head;
+      const int padded_q = padded_rows(p.seqlen_q);
+      constexpr int COUNTERS = Tile::DQ_IN_TURNS ? 1 : WARPGROUPS;
+      const DqTurn turn{params.dq_turn ? params.dq_turn + (batch_head * (padded_q / TILE_M) + last_step.m_tile) * COUNTERS +
+                                             (Tile::DQ_IN_TURNS ? 0 : warpgroup)
+                                       : nullptr,
+                        work.n_tile - max(mask.first_key(first_row), 0) / TILE_N, warpgroup};
+      turn.wait();
+      add_to_pieces<HEAD_DIM>(params.dq_acc + batch_head * padded_q * HEAD_DIM +
+                                  AccLayout::piece(first_row + 16 * warp, first_col, HEAD_DIM),
+                              acc_dq, lane);
+      turn.pass_on();
+    };
+
+    const auto run_step = [&](auto is_first) {
+      constexpr bool IS_FIRST = decltype(is_first)::value;
+      const int first_row = step.m_tile * TILE_M;
+      float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4];
+
+      shared.q_handover[q_place.stage].wait_full(q_place.phase);
+      ptx::wgmma_fence();
+      rows_k.begin(scores, k_major(smem_address(&shared.q[q_place.stage])));
+      if constexpr (!IS_FIRST) {
+        ptx::hold(acc_dk);
+        begin_sum<Element>(acc_dk, dscores, shared.q[last_q_stage]);
+      }
+      shared.dout_handover[dout_place.stage].wait_full(dout_place.phase);
+      rows_v.begin(dprobs, k_major(smem_address(&shared.dout[dout_place.stage])));
+
+      ptx::wgmma_wait<IS_FIRST ? 1 : 2>();  // scores; dv of the last step
+      ptx::hold(scores);
+      if constexpr (!IS_FIRST) shared.dout_handover[last_dout_stage].release(is_speaker);
+      if (!mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N))
+        mask_scores_transposed(scores, mask, first_row, first_key + warp_key, lane);
+#pragma unroll
+      for (int j = 0; j < ROW_TILES; ++j) {
+        const float2 lse = *reinterpret_cast<const float2*>(&shared.lse_log2[q_place.stage][8 * j + lane % 4 * 2]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          probs[j / 2][j % 2 * 2 + half] = pack<Element>(ptx::exp2(scores[0][j][2 * half] * scale_log2 - lse.x),
+                                                         ptx::exp2(scores[0][j][2 * half + 1] * scale_log2 - lse.y));
+      }
+
+      if constexpr (!IS_FIRST) begin_last_dq();
+      ptx::wgmma_wait<IS_FIRST ? 0 : 1>();  // dprobs; dk of the last step
+      ptx::hold(dprobs);
+      if constexpr (!IS_FIRST) {
+        ptx::hold(acc_dk);
+        shared.q_handover[last_q_stage].release(is_speaker);
+      }
+#pragma unroll
+      for (int j = 0; j < ROW_TILES; ++j) {
+        const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[dout_place.stage][8 * j + lane % 4 * 2]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 weight = unpack<Element>(probs[j / 2][j % 2 * 2 + half]);
+          dscores[j / 2][j % 2 * 2 + half] = pack<Element>(weight.x * (dprobs[0][j][2 * half] - delta.x),
+                                                           weight.y * (dprobs[0][j][2 * half + 1] - delta.y));
+        }
+      }
+#pragma unroll
+      for (int block = 0; block < ROW_BLOCKS; ++block)
+        ptx::stmatrix_x4(dscores_base + parity * static_cast<uint32_t>(sizeof(shared.dscores[0])) +
+                             LayoutS::permuted(lane % 8, 2 * block + lane / 16) * 16,
+                         dscores[block]);
+
+      ptx::hold(acc_dv);
+      ptx::wgmma_fence();
+      begin_sum<Element>(acc_dv, probs, shared.dout[dout_place.stage]);
+      if constexpr (!IS_FIRST) {
+        ptx::wgmma_wait<1>();  // dq of the last step
+        add_last_dq();
+      }
+      // For the other warpgroup's product dq. It also says that this one has finished with the last step's dscores.
+      ptx::proxy_fence();
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(smem_address(&shared.dscores_full[parity]));
+
+      last_step = step;
+      last_q_stage = q_place.stage;
+      last_dout_stage = dout_place.stage;
+      q_place.advance();
+      dout_place.advance();
+      if (!IS_FIRST && parity == 0) dscores_phase ^= 1;
+      parity ^= 1;
+    };
+
+    run_step(std::true_type());
+    for (step = step_after<false>(step, work); step.head < work.end_head; step = step_after<false>(step, work))
+      run_step(std::false_type());
+
+    ptx::hold(acc_dk);
+    ptx::wgmma_fence();
+    begin_sum<Element>(acc_dk, dscores, shared.q[last_q_stage]);
+    begin_last_dq();
+    ptx::wgmma_wait<0>();
+    ptx::hold(acc_dk);
+    ptx::hold(acc_dv);
+    add_last_dq();
+  }
+
+  const int kv_heads = p.num_heads / p.group_size;
+  if (params.group_parts > 1) {
+    const int64_t head_of_part = (static_cast<int64_t>(work.part) * p.batch + work.batch) * kv_heads + work.kv_head;
+    const int64_t piece = head_of_part * padded_rows(p.seqlen_k) * HEAD_DIM +
+                          AccLayout::piece(first_key + warp_key, 0, HEAD_DIM);
+    store_pieces<HEAD_DIM>(params.dk_acc + piece, acc_dk, lane);
+    store_pieces<HEAD_DIM>(params.dv_acc + piece, acc_dv, lane);
+    return;
+  }
+  scale(acc_dk, p.softmax_scale);
+  const int64_t head = contiguous_offset(work.batch, p.seqlen_k, kv_heads, p.head_dim, 0, work.kv_head);
+  const int64_t row_stride = static_cast<int64_t>(kv_heads) * p.head_dim;
+  store_rows<Element>(acc_dk, static_cast<uint16_t*>(params.dk) + head, row_stride, first_key + warp_key, p.seqlen_k,
+                      p.head_dim, lane);
+  store_rows<Element>(acc_dv, static_cast<uint16_t*>(params.dv) + head, row_stride, first_key + warp_key, p.seqlen_k,
+                      p.head_dim, lane);
+}
+
+#endif
+
+// ---- kernel -----------------------------------------------------------------------------------------
+
+template <class Element, ScoreMode MODE>
+__global__ void __launch_bounds__(THREADS, 1) backward_kernel(const __grid_constant__ Arguments arguments) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  static_assert(MODE == ScoreMode::PLAIN);
+  extern __shared__ __align__(1024) char smem[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
+
+  if (threadIdx.x == 0) {
+    shared.keys.init(WARPGROUPS);
+    for (Handover& handover : shared.q_handover) handover.init(WARPGROUPS);
+    for (Handover& handover : shared.dout_handover) handover.init(WARPGROUPS);
+    for (uint64_t& barrier : shared.dscores_full)
+      ptx::mbarrier_init(smem_address(&barrier), WARPGROUPS * WARPGROUP_THREADS / 32);
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();  // the barriers are there for all
+
+  const int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
+  if (warpgroup == 0) {
+    ptx::release_registers<LOAD_REGISTERS>();
+    if (threadIdx.x == 0) load_all(arguments, shared);
+  } else {
+    ptx::acquire_registers<REGISTERS>();
+    compute<Element>(arguments, shared, warpgroup - 1);
+  }
+#else
+  __trap();  // the code for other targets is never launched
+#endif
+}
+
+// ---- launcher ---------------------------------------------------------------------------------------
+
+cudaError_t launch_kernel(const BwdParams* params, cudaStream_t stream) {
+  const AttnProblem& p = params->problem;
+  Arguments arguments = {*params, {}, {}, {}, {}};
+  const int kv_heads = p.num_heads / p.group_size;
+  // A map needs an address, also of no rows.
+  const void* q = p.seqlen_q > 0 ? p.q : p.k;
+  const void* dout = p.seqlen_q > 0 ? params->dout : p.k;
+  cudaError_t status = encode_tensor_map(&arguments.q, p.element, q, p.q_strides, p.batch, p.seqlen_q, p.num_heads,
+                                         p.head_dim, TILE_M);
+  if (status != cudaSuccess) return status;
+  status = encode_tensor_map(&arguments.dout, p.element, dout, params->dout_strides, p.batch, p.seqlen_q, p.num_heads,
+                             p.head_dim, TILE_M);
+  if (status != cudaSuccess) return status;
+  status = encode_tensor_map(&arguments.k, p.element, p.k, p.k_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim,
+                             TILE_N);
+  if (status != cudaSuccess) return status;
+  status = encode_tensor_map(&arguments.v, p.element, p.v, p.v_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim,
+                             TILE_N);
+  if (status != cudaSuccess) return status;
+  return launch(KERNEL_FOR(backward_kernel, p), backward_blocks<TILE_N>(*params), THREADS, sizeof(SharedStorage),
+                arguments, stream);
+}
+
+}  // namespace
+
+extern "C" {
+extern const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_sm90);
+const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_sm90) = {launch_kernel, sizeof(SharedStorage), THREADS, 1, TILE_M, TILE_N};
+}
