@@ -86,7 +86,7 @@ __device__ __forceinline__ void add_dq(const BwdParams& params, const Mask& mask
   int32_t* turn = params.dq_turn ? params.dq_turn + batch_head * (padded_q / TILE_M) + first_row / TILE_M : nullptr;
   const int first_n_tile = max(mask.first_key(first_row), 0) / TILE_N;  // that these rows see
   if (turn) wait_for_turn(turn, n_tile - first_n_tile);
-  add_to_pieces<HEAD_DIM>(
+  add_to_pieces<HEAD_DIM, N_TILES>(
       params.dq_acc + batch_head * padded_q * HEAD_DIM + AccLayout::piece(first_row + warp_row, warp_col, HEAD_DIM),
       acc_dq, lane);
   if (turn) pass_turn(turn, n_tile - first_n_tile);

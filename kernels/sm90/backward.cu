@@ -12,7 +12,7 @@
 // Scores and dprobs are transposed, keys by rows: their accumulators, packed, are the left operands of dv and dk, and
 // only dscores go through shared memory, for dq. The products of a step that nothing waits for are left to the next
 // one, so that the exponentials and what makes dscores of dprobs have products beside them. A warpgroup issues
-//   scores, dk of the last step, dprobs | exponentials | dq of the last step | dscores | dv | the addition to dq
+//   scores, dprobs | exponentials | dv, dq of the last step | dscores | dk | the addition to dq
 // and waits, at each bar, only for what it needs next: there are always products under way.
 #include <type_traits>
 
@@ -41,10 +41,10 @@ constexpr int THREADS = WARPGROUP_THREADS * (1 + WARPGROUPS);
 constexpr int TILE_M = Tile::TILE_M, TILE_N = WARPGROUPS * WARPGROUP_KEYS;
 constexpr int HEAD_BLOCKS = HEAD_DIM / 16, HEAD_TILES = HEAD_DIM / 8;
 constexpr int ROW_BLOCKS = TILE_M / 16, ROW_TILES = TILE_M / 8;
-constexpr int DQ_COLS = Tile::DQ_IN_TURNS ? HEAD_DIM : HEAD_DIM / WARPGROUPS;  // that a warpgroup computes
+constexpr int DQ_COLS = 64;  // that a warpgroup computes
 constexpr int LOAD_REGISTERS = 24, REGISTERS = 240;
 static_assert(TILE_M == 64 && ROW_PADDING % TILE_M == 0 && ROW_PADDING % TILE_N == 0);
-static_assert(Tile::DQ_IN_TURNS || DQ_COLS % 64 == 0);
+static_assert(HEAD_DIM <= (Tile::DQ_IN_TURNS ? DQ_COLS : WARPGROUPS * DQ_COLS));
 
 using LayoutQ = PanelLayout<TILE_M, HEAD_DIM>;
 using LayoutKV = PanelLayout<TILE_N, HEAD_DIM>;
@@ -56,14 +56,19 @@ struct Arguments {
   TensorMap q, k, v, dout;
 };
 
+// What a step reads of the query rows.
+struct Stage {
+  SwizzledTile<LayoutQ> q, dout;
+};
+
 struct SharedStorage {
   SwizzledTile<LayoutKV> k, v;
-  SwizzledTile<LayoutQ> q[Tile::Q_STAGES];
-  SwizzledTile<LayoutQ> dout[Tile::DOUT_STAGES];
+  Stage stages[2];
   SwizzledTile<LayoutS> dscores[2];  // transposed
-  alignas(16) float lse_log2[Tile::Q_STAGES][TILE_M];
-  alignas(16) float delta[Tile::DOUT_STAGES][TILE_M];
-  Handover keys, q_handover[Tile::Q_STAGES], dout_handover[Tile::DOUT_STAGES];
+  alignas(16) float lse_log2[2][TILE_M];
+  alignas(16) float delta[2][TILE_M];
+  Work work;
+  Handover keys, handover[2];
   uint64_t dscores_full[2];  // an arrival of each warp
 };
 static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
@@ -76,34 +81,29 @@ static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
 __device__ __forceinline__ void load_all(const Arguments& arguments, SharedStorage& shared) {
   const BwdParams& params = arguments.params;
   const AttnProblem& p = params.problem;
-  const Work work(params);
+  const Work& work = shared.work;
   BackwardStep step = first_step(work);
   if (step.head >= work.end_head) return;
   shared.keys.expect(2 * LayoutKV::BYTES);
   load_tile(shared.k, shared.keys, arguments.k, work.n_tile * TILE_N, work.kv_head, work.batch);
   load_tile(shared.v, shared.keys, arguments.v, work.n_tile * TILE_N, work.kv_head, work.batch);
 
-  RingPlace<Tile::Q_STAGES> q_place;
-  RingPlace<Tile::DOUT_STAGES> dout_place;
-  constexpr uint32_t STATISTICS_BYTES = TILE_M * sizeof(float);
+  RingPlace<2> place;
 #pragma unroll 1  // few registers
   for (; step.head < work.end_head; step = step_after<false>(step, work)) {
     const int first_row = step.m_tile * TILE_M;
     const int64_t statistics = (static_cast<int64_t>(work.batch) * p.num_heads + step.head) * padded_rows(p.seqlen_q) + first_row;
-    Handover& q = shared.q_handover[q_place.stage];
-    q.wait_empty(q_place.phase);
-    q.expect(LayoutQ::BYTES + STATISTICS_BYTES);
-    load_tile(shared.q[q_place.stage], q, arguments.q, first_row, step.head, work.batch);
-    ptx::bulk_load(smem_address(shared.lse_log2[q_place.stage]), params.lse_log2 + statistics, STATISTICS_BYTES,
-                   smem_address(&q.full));
-    q_place.advance();
-    Handover& dout = shared.dout_handover[dout_place.stage];
-    dout.wait_empty(dout_place.phase);
-    dout.expect(LayoutQ::BYTES + STATISTICS_BYTES);
-    load_tile(shared.dout[dout_place.stage], dout, arguments.dout, first_row, step.head, work.batch);
-    ptx::bulk_load(smem_address(shared.delta[dout_place.stage]), params.delta + statistics, STATISTICS_BYTES,
-                   smem_address(&dout.full));
-    dout_place.advance();
+    Stage& stage = shared.stages[place.stage];
+    Handover& handover = shared.handover[place.stage];
+    constexpr uint32_t STATISTICS_BYTES = TILE_M * sizeof(float);
+    handover.wait_empty(place.phase);
+    handover.expect(2 * (LayoutQ::BYTES + STATISTICS_BYTES));
+    load_tile(stage.q, handover, arguments.q, first_row, step.head, work.batch);
+    load_tile(stage.dout, handover, arguments.dout, first_row, step.head, work.batch);
+    const uint32_t full = smem_address(&handover.full);
+    ptx::bulk_load(smem_address(shared.lse_log2[place.stage]), params.lse_log2 + statistics, STATISTICS_BYTES, full);
+    ptx::bulk_load(smem_address(shared.delta[place.stage]), params.delta + statistics, STATISTICS_BYTES, full);
+    place.advance();
   }
 }
 
@@ -172,178 +172,178 @@ __device__ __forceinline__ void begin_dq(float (&acc)[1][DQ_COLS / 8][4], const 
 // The order of additions to dq, where their sum has to be the same bits on every run: the key tiles take turns at
 // each tile of dq, each warpgroup with its own counter. Blocks start in the order of their index and a tile waits
 // only for tiles before it, so the first of those that wait is always running.
-struct DqTurn {
-  int32_t* counter;  // null: in any order
-  int turn, warpgroup;
 
-  __device__ void wait() const {
-    if (!counter) return;
-    if (threadIdx.x % WARPGROUP_THREADS == 0) {
-      while (ptx::load_acquire(counter) != turn) {
-      }
+// Waits until it is the turn of key tile `turn` to add to a tile of dq.
+__device__ __forceinline__ void wait_for_turn(const int32_t* counter, int turn, int warpgroup) {
+  if (threadIdx.x % WARPGROUP_THREADS == 0) {
+    while (ptx::load_acquire(counter) != turn) {
     }
-    ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);  // no thread adds before its turn
   }
-  __device__ void pass_on() const {
-    if (!counter) return;
-    __threadfence();
-    ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);  // all additions of the warpgroup are made
-    if (threadIdx.x % WARPGROUP_THREADS == 0) ptx::store_release(counter, turn + 1);
-  }
-};
+  ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);  // no thread adds before its turn
+}
+
+__device__ __forceinline__ void pass_turn(int32_t* counter, int turn, int warpgroup) {
+  __threadfence();
+  ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);  // all additions of the warpgroup are made
+  if (threadIdx.x % WARPGROUP_THREADS == 0) ptx::store_release(counter, turn + 1);
+}
 
 // What computing warpgroup `warpgroup` does.
-template <class Element>
+template <class Element, bool IN_ORDER>
 __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorage& shared, int warpgroup) {
   const BwdParams& params = arguments.params;
   const AttnProblem& p = params.problem;
-  const Work work(params);
+  const volatile Work& work = shared.work;  // read at each use: registers are short
   const Mask mask(p);
-  const int thread = threadIdx.x, lane = thread % 32, warp = ptx::uniform(thread / 32 % 4);
-  const bool is_speaker = thread % WARPGROUP_THREADS == 0;
-  const float scale_log2 = p.softmax_scale * LOG2_E;
-  const int first_key = work.n_tile * TILE_N, warp_key = warpgroup * WARPGROUP_KEYS + warp * 16;  // of the tile
+  const bool is_speaker = threadIdx.x % WARPGROUP_THREADS == 0;
+  // Of the keys of the tile, and of a warpgroup's rows of dq.
+  const auto warp_row = [] { return ptx::thread_index() / 32 % 4 * 16; };
+  const auto lane_index = [] { return ptx::thread_index() % 32; };
+  const int warpgroup_key = warpgroup * WARPGROUP_KEYS;
 
   float acc_dk[1][HEAD_TILES][4], acc_dv[1][HEAD_TILES][4];
   clear(acc_dk);
   clear(acc_dv);
+  ptx::hold(acc_dk);
+  ptx::hold(acc_dv);
 
   BackwardStep step = first_step(work);
   if (step.head < work.end_head) {
-    RingPlace<Tile::Q_STAGES> q_place;
-    RingPlace<Tile::DOUT_STAGES> dout_place;
-    int parity = 0;            // of the step's number
-    uint32_t dscores_phase = 0;  // of the last step's dscores
-    uint32_t probs[ROW_BLOCKS][4], dscores[ROW_BLOCKS][4];  // packed, with the rows as K
-    float acc_dq[1][DQ_COLS / 8][4];
-    int last_q_stage = 0, last_dout_stage = 0;
-    BackwardStep last_step = step;
+    uint32_t number = 0;  // of the step; two of each tile are there, and are used in turn
+    const auto stage = [&](uint32_t number) { return number % 2; };
+    const auto phase = [&](uint32_t number) { return number / 2 % 2; };
+
+    // For the first step's product of the last step's dscores.
+    for (int i = threadIdx.x % (WARPGROUPS * WARPGROUP_THREADS); i < LayoutS::BYTES / 4; i += WARPGROUPS * WARPGROUP_THREADS)
+      reinterpret_cast<uint32_t*>(&shared.dscores[1])[i] = 0;
+    ptx::proxy_fence();
+    ptx::named_barrier_sync(1, WARPGROUPS * WARPGROUP_THREADS);  // the zeros are there for both warpgroups
 
     shared.keys.wait_full(0);
-    const KeyOperand<Element, Tile::KEYS_IN_REGISTERS> rows_k(shared.k, warpgroup * WARPGROUP_KEYS, thread);
-    const KeyOperand<Element, Tile::KEYS_IN_REGISTERS> rows_v(shared.v, warpgroup * WARPGROUP_KEYS, thread);
+    const KeyOperand<Element, Tile::KEYS_IN_REGISTERS> rows_k(shared.k, warpgroup_key, threadIdx.x);
+    const KeyOperand<Element, Tile::KEYS_IN_REGISTERS> rows_v(shared.v, warpgroup_key, threadIdx.x);
 
-    // Where this thread stores its part of dscores.
-    const uint32_t dscores_base = smem_address(&shared.dscores[0]) + (warp_key + lane % 16) * LayoutS::ROW_BYTES;
-
-    // dq of the last step: its product, and its addition.
-    const auto has_dq = [&] { return !Tile::DQ_IN_TURNS || parity == warpgroup; };
-    const auto begin_last_dq = [&] {
+    // dq of a step that has its dscores: its product, and its addition.
+    const auto has_dq = [&](uint32_t number) { return !Tile::DQ_IN_TURNS || static_cast<int>(number % 2) == warpgroup; };
+    const int dq_col = Tile::DQ_IN_TURNS ? 0 : warpgroup * DQ_COLS;
+    const auto begin_dq_of = [&](uint32_t number, float(&acc_dq)[1][DQ_COLS / 8][4]) {
       // dscores of both warpgroups are there. Both have finished with those of the step before: they arrive after
       // that.
-      ptx::mbarrier_wait(smem_address(&shared.dscores_full[parity ^ 1]), dscores_phase);
-      if (has_dq()) {
-        ptx::hold(acc_dq);
+      ptx::mbarrier_wait(smem_address(&shared.dscores_full[stage(number)]), phase(number));
+      if (has_dq(number)) {
         ptx::wgmma_fence();
-        begin_dq<Element>(acc_dq, shared.dscores[parity ^ 1], shared.k, Tile::DQ_IN_TURNS ? 0 : warpgroup * DQ_COLS);
+        begin_dq<Element>(acc_dq, shared.dscores[stage(number)], shared.k, dq_col);
       }
       ptx::wgmma_commit();
     };
-    const auto add_last_dq = [&] {
-      if (!has_dq()) return;
+    const auto add_dq_of = [&](uint32_t number, BackwardStep step, float(&acc_dq)[1][DQ_COLS / 8][4]) {
+      if (!has_dq(number)) return;
       ptx::hold(acc_dq);
-      const int first_row = last_step.m_tile * TILE_M, first_col = Tile::DQ_IN_TURNS ? 0 : warpgroup * DQ_COLS;
-      const int64_t batch_head = static_cast<int64_t>(work.batch) * p.num_heads + last_step.head;
+      const int first_row = step.m_tile * TILE_M;
+      const int64_t batch_head = static_cast<int64_t>(work.batch) * p.num_heads + step.head;
       const int padded_q = padded_rows(p.seqlen_q);
-      constexpr int COUNTERS = Tile::DQ_IN_TURNS ? 1 : WARPGROUPS;
-      const DqTurn turn{params.dq_turn ? params.dq_turn + (batch_head * (padded_q / TILE_M) + last_step.m_tile) * COUNTERS +
-                                             (Tile::DQ_IN_TURNS ? 0 : warpgroup)
-                                       : nullptr,
-                        work.n_tile - max(mask.first_key(first_row), 0) / TILE_N, warpgroup};
-      turn.wait();
-      add_to_pieces<HEAD_DIM>(params.dq_acc + batch_head * padded_q * HEAD_DIM +
-                                  AccLayout::piece(first_row + 16 * warp, first_col, HEAD_DIM),
-                              acc_dq, lane);
-      turn.pass_on();
+      const auto counter = [&] {
+        constexpr int COUNTERS = Tile::DQ_IN_TURNS ? 1 : WARPGROUPS;
+        const int64_t m_tile = (static_cast<int64_t>(work.batch) * p.num_heads + ptx::recomputed(step.head)) *
+                                   (padded_rows(p.seqlen_q) / TILE_M) + step.m_tile;
+        return params.dq_turn + m_tile * COUNTERS + dq_col / DQ_COLS;
+      };
+      const auto turn = [&] {
+        return work.n_tile - max(mask.first_key(ptx::recomputed(step.m_tile) * TILE_M), 0) / TILE_N;
+      };
+      if constexpr (IN_ORDER) wait_for_turn(counter(), turn(), warpgroup);
+      float* piece = params.dq_acc + batch_head * padded_q * HEAD_DIM +
+                     AccLayout::piece(first_row + warp_row(), dq_col, HEAD_DIM);
+      constexpr int LAST_COLS = HEAD_DIM % DQ_COLS;  // of the second warpgroup, if it has fewer
+      if (LAST_COLS == 0 || warpgroup == 0) {
+        add_to_pieces<HEAD_DIM, DQ_COLS / 8>(piece, acc_dq, lane_index());
+      } else {
+        add_to_pieces<HEAD_DIM, LAST_COLS / 8>(piece, acc_dq, lane_index());
+      }
+      if constexpr (IN_ORDER) pass_turn(counter(), turn(), warpgroup);
     };
 
-    const auto run_step = [&](auto is_first) {
-      constexpr bool IS_FIRST = decltype(is_first)::value;
-      const int first_row = step.m_tile * TILE_M;
-      float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4];
+    // A step, and dq of the last one.
+    uint32_t weights[ROW_BLOCKS][4];  // probs, then dscores: packed, with the rows as K
+    const auto run_step = [&](BackwardStep last_step) {
+      const bool is_first = number == 0;
+      const uint32_t now = stage(number);
+      float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][DQ_COLS / 8][4];
 
-      shared.q_handover[q_place.stage].wait_full(q_place.phase);
+      shared.handover[now].wait_full(phase(number));
       ptx::wgmma_fence();
-      rows_k.begin(scores, k_major(smem_address(&shared.q[q_place.stage])));
-      if constexpr (!IS_FIRST) {
-        ptx::hold(acc_dk);
-        begin_sum<Element>(acc_dk, dscores, shared.q[last_q_stage]);
-      }
-      shared.dout_handover[dout_place.stage].wait_full(dout_place.phase);
-      rows_v.begin(dprobs, k_major(smem_address(&shared.dout[dout_place.stage])));
+      rows_k.begin(scores, k_major(smem_address(&shared.stages[now].q)));
+      ptx::wgmma_wait<1>();  // dk of the last step
+      ptx::hold(acc_dk);
+      if (!is_first) shared.handover[now ^ 1].release(is_speaker);
+      ptx::wgmma_fence();
+      rows_v.begin(dprobs, k_major(smem_address(&shared.stages[now].dout)));
 
-      ptx::wgmma_wait<IS_FIRST ? 1 : 2>();  // scores; dv of the last step
+      ptx::wgmma_wait<1>();  // scores
       ptx::hold(scores);
-      if constexpr (!IS_FIRST) shared.dout_handover[last_dout_stage].release(is_speaker);
+      const int first_row = step.m_tile * TILE_M, first_key = work.n_tile * TILE_N;
       if (!mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N))
-        mask_scores_transposed(scores, mask, first_row, first_key + warp_key, lane);
+        mask_scores_transposed(scores, mask, first_row, first_key + warpgroup_key + warp_row(), lane_index());
+      const float scale_log2 = p.softmax_scale * LOG2_E;
+      const int column = lane_index() % 4 * 2;
 #pragma unroll
       for (int j = 0; j < ROW_TILES; ++j) {
-        const float2 lse = *reinterpret_cast<const float2*>(&shared.lse_log2[q_place.stage][8 * j + lane % 4 * 2]);
+        const float2 lse = *reinterpret_cast<const float2*>(&shared.lse_log2[now][8 * j + column]);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          probs[j / 2][j % 2 * 2 + half] = pack<Element>(ptx::exp2(scores[0][j][2 * half] * scale_log2 - lse.x),
-                                                         ptx::exp2(scores[0][j][2 * half + 1] * scale_log2 - lse.y));
+          weights[j / 2][j % 2 * 2 + half] = pack<Element>(ptx::exp2(scores[0][j][2 * half] * scale_log2 - lse.x),
+                                                           ptx::exp2(scores[0][j][2 * half + 1] * scale_log2 - lse.y));
       }
-
-      if constexpr (!IS_FIRST) begin_last_dq();
-      ptx::wgmma_wait<IS_FIRST ? 0 : 1>();  // dprobs; dk of the last step
-      ptx::hold(dprobs);
-      if constexpr (!IS_FIRST) {
-        ptx::hold(acc_dk);
-        shared.q_handover[last_q_stage].release(is_speaker);
-      }
-#pragma unroll
-      for (int j = 0; j < ROW_TILES; ++j) {
-        const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[dout_place.stage][8 * j + lane % 4 * 2]);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float2 weight = unpack<Element>(probs[j / 2][j % 2 * 2 + half]);
-          dscores[j / 2][j % 2 * 2 + half] = pack<Element>(weight.x * (dprobs[0][j][2 * half] - delta.x),
-                                                           weight.y * (dprobs[0][j][2 * half + 1] - delta.y));
-        }
-      }
-#pragma unroll
-      for (int block = 0; block < ROW_BLOCKS; ++block)
-        ptx::stmatrix_x4(dscores_base + parity * static_cast<uint32_t>(sizeof(shared.dscores[0])) +
-                             LayoutS::permuted(lane % 8, 2 * block + lane / 16) * 16,
-                         dscores[block]);
 
       ptx::hold(acc_dv);
       ptx::wgmma_fence();
-      begin_sum<Element>(acc_dv, probs, shared.dout[dout_place.stage]);
-      if constexpr (!IS_FIRST) {
-        ptx::wgmma_wait<1>();  // dq of the last step
-        add_last_dq();
+      begin_sum<Element>(acc_dv, weights, shared.stages[now].dout);
+      begin_dq_of(number - 1, acc_dq);  // in the first step of zeros, and added nowhere
+      ptx::wgmma_wait<1>();  // dprobs, dv
+      ptx::hold(dprobs);
+      ptx::hold(acc_dv);
+#pragma unroll
+      for (int j = 0; j < ROW_TILES; ++j) {
+        const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[now][8 * j + column]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint32_t& weight = weights[j / 2][j % 2 * 2 + half];
+          const float2 prob = unpack<Element>(weight);
+          weight = pack<Element>(prob.x * (dprobs[0][j][2 * half] - delta.x),
+                                 prob.y * (dprobs[0][j][2 * half + 1] - delta.y));
+        }
       }
+      const int lane = lane_index();
+      const uint32_t dscores_row = smem_address(&shared.dscores[now]) +
+                                   (warpgroup_key + warp_row() + lane % 16) * LayoutS::ROW_BYTES;
+#pragma unroll
+      for (int block = 0; block < ROW_BLOCKS; ++block)
+        ptx::stmatrix_x4(dscores_row + LayoutS::permuted(lane, 2 * block + lane / 16) * 16, weights[block]);
+
+      ptx::hold(acc_dk);
+      ptx::wgmma_fence();
+      begin_sum<Element>(acc_dk, weights, shared.stages[now].q);
+      ptx::wgmma_wait<1>();  // dq of the last step
+      if (!is_first) add_dq_of(number - 1, last_step, acc_dq);
       // For the other warpgroup's product dq. It also says that this one has finished with the last step's dscores.
       ptx::proxy_fence();
       __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(smem_address(&shared.dscores_full[parity]));
-
-      last_step = step;
-      last_q_stage = q_place.stage;
-      last_dout_stage = dout_place.stage;
-      q_place.advance();
-      dout_place.advance();
-      if (!IS_FIRST && parity == 0) dscores_phase ^= 1;
-      parity ^= 1;
+      if (lane_index() == 0) ptx::mbarrier_arrive(smem_address(&shared.dscores_full[now]));
+      ++number;
     };
 
-    run_step(std::true_type());
-    for (step = step_after<false>(step, work); step.head < work.end_head; step = step_after<false>(step, work))
-      run_step(std::false_type());
+    for (BackwardStep last = step; step.head < work.end_head; last = step, step = step_after<false>(step, work))
+      run_step(last);
 
-    ptx::hold(acc_dk);
-    ptx::wgmma_fence();
-    begin_sum<Element>(acc_dk, dscores, shared.q[last_q_stage]);
-    begin_last_dq();
+    float acc_dq[1][DQ_COLS / 8][4];
+    begin_dq_of(number - 1, acc_dq);
     ptx::wgmma_wait<0>();
     ptx::hold(acc_dk);
     ptx::hold(acc_dv);
-    add_last_dq();
+    add_dq_of(number - 1, {work.end_head - 1, work.m_tiles.end - 1}, acc_dq);
   }
 
+  const int lane = lane_index(), first_key = work.n_tile * TILE_N, warp_key = warpgroup_key + warp_row();
   const int kv_heads = p.num_heads / p.group_size;
   if (params.group_parts > 1) {
     const int64_t head_of_part = (static_cast<int64_t>(work.part) * p.batch + work.batch) * kv_heads + work.kv_head;
@@ -366,22 +366,21 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
 
 // ---- kernel -----------------------------------------------------------------------------------------
 
-template <class Element, ScoreMode MODE>
+template <class Element, bool IN_ORDER>
 __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const __grid_constant__ Arguments arguments) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  static_assert(MODE == ScoreMode::PLAIN);
   extern __shared__ __align__(1024) char smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
 
   if (threadIdx.x == 0) {
+    shared.work = Work(arguments.params);
     shared.keys.init(WARPGROUPS);
-    for (Handover& handover : shared.q_handover) handover.init(WARPGROUPS);
-    for (Handover& handover : shared.dout_handover) handover.init(WARPGROUPS);
+    for (Handover& handover : shared.handover) handover.init(WARPGROUPS);
     for (uint64_t& barrier : shared.dscores_full)
       ptx::mbarrier_init(smem_address(&barrier), WARPGROUPS * WARPGROUP_THREADS / 32);
     ptx::mbarrier_init_fence();
   }
-  __syncthreads();  // the barriers are there for all
+  __syncthreads();  // the work and the barriers are there for all
 
   const int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
   if (warpgroup == 0) {
@@ -389,7 +388,7 @@ __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const __grid_const
     if (threadIdx.x == 0) load_all(arguments, shared);
   } else {
     ptx::acquire_registers<REGISTERS>();
-    compute<Element>(arguments, shared, warpgroup - 1);
+    compute<Element, IN_ORDER>(arguments, shared, warpgroup - 1);
   }
 #else
   __trap();  // the code for other targets is never launched
@@ -417,7 +416,10 @@ cudaError_t launch_kernel(const BwdParams* params, cudaStream_t stream) {
   status = encode_tensor_map(&arguments.v, p.element, p.v, p.v_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim,
                              TILE_N);
   if (status != cudaSuccess) return status;
-  return launch(KERNEL_FOR(backward_kernel, p), backward_blocks<TILE_N>(*params), THREADS, sizeof(SharedStorage),
+  const bool in_order = params->dq_turn != nullptr;
+  const auto kernel = p.element == ELEMENT_F16 ? (in_order ? backward_kernel<F16, true> : backward_kernel<F16, false>)
+                                               : (in_order ? backward_kernel<Bf16, true> : backward_kernel<Bf16, false>);
+  return launch(kernel, backward_blocks<TILE_N>(*params), THREADS, sizeof(SharedStorage),
                 arguments, stream);
 }
 

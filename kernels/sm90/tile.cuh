@@ -42,21 +42,9 @@ struct ForwardTile<256> {
 
 // Of backward.cu: 64 keys each for two warpgroups, TILE_M query rows a step. KEYS_IN_REGISTERS: k and v are operands
 // from registers, not read again from shared memory in each step. DQ_IN_TURNS: of two steps each warpgroup computes
-// all of one step's dq, else half of the columns in each.
+// all of one step's dq, else 64 columns in each.
 template <int HEAD_DIM_>
-struct BackwardTile;
-template <>
-struct BackwardTile<64> {
-  static constexpr int TILE_M = 64, Q_STAGES = 3, DOUT_STAGES = 3;
-  static constexpr bool KEYS_IN_REGISTERS = true, DQ_IN_TURNS = true;
-};
-template <>
-struct BackwardTile<96> {
-  static constexpr int TILE_M = 64, Q_STAGES = 3, DOUT_STAGES = 3;
-  static constexpr bool KEYS_IN_REGISTERS = false, DQ_IN_TURNS = true;
-};
-template <>
-struct BackwardTile<128> {
-  static constexpr int TILE_M = 64, Q_STAGES = 3, DOUT_STAGES = 3;
-  static constexpr bool KEYS_IN_REGISTERS = false, DQ_IN_TURNS = false;
+struct BackwardTile {
+  static constexpr int TILE_M = 64;
+  static constexpr bool KEYS_IN_REGISTERS = HEAD_DIM_ == 64, DQ_IN_TURNS = HEAD_DIM_ == 64;
 };
