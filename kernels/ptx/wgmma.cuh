@@ -35,6 +35,9 @@ __device__ __forceinline__ void hold(float (&acc)[M_TILES][N_TILES][4]) {
 
 // m64nNk16. Number r of accumulator j of a thread is as of m16n8k16, in the 16 rows of its warp and 8 columns from
 // 8 j on; the registers of A are as there too.
+//
+// ss: acc = A B, or acc += A B: A (64 x 16) and B (16 x N) in shared memory, contiguous along K, or ACROSS it.
+// rs: the same with A in registers.
 template <class Element, int N>
 struct Wgmma;
 
@@ -69,57 +72,42 @@ struct Wgmma;
 #define WGMMA_ACC_192 WGMMA_ACC_176, WGMMA_ACC_4(22), WGMMA_ACC_4(23)
 #define WGMMA_ACC_256 WGMMA_ACC_192, WGMMA_ACC_16(24), WGMMA_ACC_16(28)
 
-// p to u are the numbers of the operands after the N / 2 accumulators.
-#define WGMMA(n, type, p, q, r, s, t, u)                                                                              \
-  template <>                                                                                                       \
-  struct Wgmma<WGMMA_ELEMENT_##type, n> {                                                                           \
-    /* acc = A B, or acc += A B: A (64 x 16) and B (16 x N) in shared memory, both contiguous along K. */           \
-    __device__ static __forceinline__ void ss(float (&acc)[n / 8][4], uint64_t a, uint64_t b, bool accumulate) {    \
-      asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #r ", 0;\n"                                             \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #type "." #type " {" WGMMA_TEXT_##n "}, %" #p  \
-                   ", %" #q ", add, 1, 1, 0, 0;\n}"                                                                 \
-                   : WGMMA_ACC_##n                                                                                  \
-                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                            \
-    }                                                                                                               \
-    /* acc += A B: A in registers; B in shared memory, contiguous along N. */                                       \
-    __device__ static __forceinline__ void rs(float (&acc)[n / 8][4], const uint32_t (&a)[4], uint64_t b) {         \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #type "." #type " {" WGMMA_TEXT_##n "}, {%" #p \
-                   ", %" #q ", %" #r ", %" #s "}, %" #t ", 1, 1, 1, 1;"                                             \
-                   : WGMMA_ACC_##n                                                                                  \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                           \
-    }                                                                                                               \
-    /* acc = A B, or acc += A B: A in registers; B in shared memory, contiguous along K. */                         \
-    __device__ static __forceinline__ void rs_k_major(float (&acc)[n / 8][4], const uint32_t (&a)[4], uint64_t b,   \
-                                                      bool accumulate) {                                            \
-      asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #u ", 0;\n"                                             \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #type "." #type " {" WGMMA_TEXT_##n "}, {%" #p \
-                   ", %" #q ", %" #r ", %" #s "}, %" #t ", add, 1, 1, 0;\n}"                                        \
-                   : WGMMA_ACC_##n                                                                                  \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));        \
-    }                                                                                                               \
-    /* acc = A B, or acc += A B: both in shared memory, A contiguous along M, B along N. */                         \
-    __device__ static __forceinline__ void ss_across(float (&acc)[n / 8][4], uint64_t a, uint64_t b,                \
-                                                     bool accumulate) {                                             \
-      asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #r ", 0;\n"                                             \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #type "." #type " {" WGMMA_TEXT_##n "}, %" #p  \
-                   ", %" #q ", add, 1, 1, 1, 1;\n}"                                                                 \
-                   : WGMMA_ACC_##n                                                                                  \
-                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                            \
-    }                                                                                                               \
+// p to v are the numbers of the operands after the N / 2 accumulators.
+#define WGMMA(n, type, p, q, r, s, t, u, v)                                                                           \
+  template <>                                                                                                         \
+  struct Wgmma<WGMMA_ELEMENT_##type, n> {                                                                             \
+    template <bool A_ACROSS, bool B_ACROSS>                                                                           \
+    __device__ static __forceinline__ void ss(float (&acc)[n / 8][4], uint64_t a, uint64_t b, bool accumulate) {      \
+      asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #r ", 0;\n"                                               \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #type "." #type " {" WGMMA_TEXT_##n "}, %" #p    \
+                   ", %" #q ", add, 1, 1, %" #s ", %" #t ";\n}"                                                       \
+                   : WGMMA_ACC_##n                                                                                    \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(A_ACROSS), "n"(B_ACROSS));                \
+    }                                                                                                                 \
+    template <bool B_ACROSS>                                                                                          \
+    __device__ static __forceinline__ void rs(float (&acc)[n / 8][4], const uint32_t (&a)[4], uint64_t b,             \
+                                              bool accumulate) {                                                      \
+      asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #u ", 0;\n"                                               \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #type "." #type " {" WGMMA_TEXT_##n "}, {%" #p   \
+                   ", %" #q ", %" #r ", %" #s "}, %" #t ", add, 1, 1, %" #v ";\n}"                                    \
+                   : WGMMA_ACC_##n                                                                                    \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),           \
+                     "n"(B_ACROSS));                                                                                  \
+    }                                                                                                                 \
   };
 #define WGMMA_ELEMENT_f16 F16
 #define WGMMA_ELEMENT_bf16 Bf16
 #define WGMMA_BOTH(n, ...) WGMMA(n, f16, __VA_ARGS__) WGMMA(n, bf16, __VA_ARGS__)
-WGMMA_BOTH(64, 32, 33, 34, 35, 36, 37)
-WGMMA_BOTH(80, 40, 41, 42, 43, 44, 45)
-WGMMA_BOTH(96, 48, 49, 50, 51, 52, 53)
-WGMMA_BOTH(112, 56, 57, 58, 59, 60, 61)
-WGMMA_BOTH(128, 64, 65, 66, 67, 68, 69)
-WGMMA_BOTH(144, 72, 73, 74, 75, 76, 77)
-WGMMA_BOTH(160, 80, 81, 82, 83, 84, 85)
-WGMMA_BOTH(176, 88, 89, 90, 91, 92, 93)
-WGMMA_BOTH(192, 96, 97, 98, 99, 100, 101)
-WGMMA_BOTH(256, 128, 129, 130, 131, 132, 133)
+WGMMA_BOTH(64, 32, 33, 34, 35, 36, 37, 38)
+WGMMA_BOTH(80, 40, 41, 42, 43, 44, 45, 46)
+WGMMA_BOTH(96, 48, 49, 50, 51, 52, 53, 54)
+WGMMA_BOTH(112, 56, 57, 58, 59, 60, 61, 62)
+WGMMA_BOTH(128, 64, 65, 66, 67, 68, 69, 70)
+WGMMA_BOTH(144, 72, 73, 74, 75, 76, 77, 78)
+WGMMA_BOTH(160, 80, 81, 82, 83, 84, 85, 86)
+WGMMA_BOTH(176, 88, 89, 90, 91, 92, 93, 94)
+WGMMA_BOTH(192, 96, 97, 98, 99, 100, 101, 102)
+WGMMA_BOTH(256, 128, 129, 130, 131, 132, 133, 134)
 
 }  // namespace ptx
 #endif

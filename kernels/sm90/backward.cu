@@ -14,20 +14,13 @@
 // one, so that the exponentials and what makes dscores of dprobs have products beside them. A warpgroup issues
 //   scores, dprobs | exponentials | dv, dq of the last step | dscores | dk | the addition to dq
 // and waits, at each bar, only for what it needs next: there are always products under way.
-#include <type_traits>
-
-#include "../common/accumulator.cuh"
-#include "../common/backward_work.cuh"
 #include "../common/softmax.cuh"
-#include "../launch.cuh"
 #include "../ptx/ldmatrix.cuh"
-#include "../ptx/named_barrier.cuh"
-#include "../ptx/ordered.cuh"
 #include "../ptx/proxy_fence.cuh"
 #include "../ptx/setmaxnreg.cuh"
 #include "../ptx/stmatrix.cuh"
 #include "../ptx/wgmma.cuh"
-#include "pipeline.cuh"
+#include "backward_steps.cuh"
 #include "store.cuh"
 #include "tile.cuh"
 
@@ -36,7 +29,7 @@ namespace {
 // ---- constants --------------------------------------------------------------------------------------
 
 using Tile = BackwardTile<HEAD_DIM>;
-constexpr int WARPGROUPS = 2, WARPGROUP_THREADS = 128, WARPGROUP_KEYS = 64;
+constexpr int WARPGROUPS = 2, WARPGROUP_KEYS = 64;
 constexpr int THREADS = WARPGROUP_THREADS * (1 + WARPGROUPS);
 constexpr int TILE_M = Tile::TILE_M, TILE_N = WARPGROUPS * WARPGROUP_KEYS;
 constexpr int HEAD_BLOCKS = HEAD_DIM / 16, HEAD_TILES = HEAD_DIM / 8;
@@ -51,61 +44,17 @@ using LayoutKV = PanelLayout<TILE_N, HEAD_DIM>;
 using LayoutS = PanelLayout<TILE_N, TILE_M>;
 using Work = BackwardWork<TILE_M, TILE_N>;
 
-struct Arguments {
-  BwdParams params;
-  TensorMap q, k, v, dout;
-};
-
-// What a step reads of the query rows.
-struct Stage {
-  SwizzledTile<LayoutQ> q, dout;
-};
-
 struct SharedStorage {
   SwizzledTile<LayoutKV> k, v;
-  Stage stages[2];
   SwizzledTile<LayoutS> dscores[2];  // transposed
-  alignas(16) float lse_log2[2][TILE_M];
-  alignas(16) float delta[2][TILE_M];
-  Work work;
-  Handover keys, handover[2];
+  QueryStage<LayoutQ> stages[2];
+  Handover keys;
   uint64_t dscores_full[2];  // an arrival of each warp
+  Work work;
 };
 static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-// ---- device steps: loading --------------------------------------------------------------------------
-
-// What the loading warpgroup does: one thread of it.
-__device__ __forceinline__ void load_all(const Arguments& arguments, SharedStorage& shared) {
-  const BwdParams& params = arguments.params;
-  const AttnProblem& p = params.problem;
-  const Work& work = shared.work;
-  BackwardStep step = first_step(work);
-  if (step.head >= work.end_head) return;
-  shared.keys.expect(2 * LayoutKV::BYTES);
-  load_tile(shared.k, shared.keys, arguments.k, work.n_tile * TILE_N, work.kv_head, work.batch);
-  load_tile(shared.v, shared.keys, arguments.v, work.n_tile * TILE_N, work.kv_head, work.batch);
-
-  RingPlace<2> place;
-#pragma unroll 1  // few registers
-  for (; step.head < work.end_head; step = step_after<false>(step, work)) {
-    const int first_row = step.m_tile * TILE_M;
-    const int64_t statistics = (static_cast<int64_t>(work.batch) * p.num_heads + step.head) * padded_rows(p.seqlen_q) + first_row;
-    Stage& stage = shared.stages[place.stage];
-    Handover& handover = shared.handover[place.stage];
-    constexpr uint32_t STATISTICS_BYTES = TILE_M * sizeof(float);
-    handover.wait_empty(place.phase);
-    handover.expect(2 * (LayoutQ::BYTES + STATISTICS_BYTES));
-    load_tile(stage.q, handover, arguments.q, first_row, step.head, work.batch);
-    load_tile(stage.dout, handover, arguments.dout, first_row, step.head, work.batch);
-    const uint32_t full = smem_address(&handover.full);
-    ptx::bulk_load(smem_address(shared.lse_log2[place.stage]), params.lse_log2 + statistics, STATISTICS_BYTES, full);
-    ptx::bulk_load(smem_address(shared.delta[place.stage]), params.delta + statistics, STATISTICS_BYTES, full);
-    place.advance();
-  }
-}
 
 // ---- device steps: computing ------------------------------------------------------------------------
 
@@ -122,7 +71,7 @@ struct KeyOperand<Element, false> {
   __device__ __forceinline__ void begin(float (&acc)[1][ROW_TILES][4], MatrixDescriptor b) const {
 #pragma unroll
     for (int block = 0; block < HEAD_BLOCKS; ++block)
-      ptx::Wgmma<Element, TILE_M>::ss(acc[0], rows.after(k_major_step<LayoutKV>(block)),
+      ptx::Wgmma<Element, TILE_M>::template ss<false, false>(acc[0], rows.after(k_major_step<LayoutKV>(block)),
                                       b.after(k_major_step<LayoutQ>(block)), block > 0);
     ptx::wgmma_commit();
   }
@@ -140,7 +89,7 @@ struct KeyOperand<Element, true> {
   __device__ __forceinline__ void begin(float (&acc)[1][ROW_TILES][4], MatrixDescriptor b) const {
 #pragma unroll
     for (int block = 0; block < HEAD_BLOCKS; ++block)
-      ptx::Wgmma<Element, TILE_M>::rs_k_major(acc[0], frag[block], b.after(k_major_step<LayoutQ>(block)), block > 0);
+      ptx::Wgmma<Element, TILE_M>::template rs<false>(acc[0], frag[block], b.after(k_major_step<LayoutQ>(block)), block > 0);
     ptx::wgmma_commit();
   }
 };
@@ -152,7 +101,7 @@ __device__ __forceinline__ void begin_sum(float (&acc)[1][HEAD_TILES][4], const 
   const MatrixDescriptor b = n_major<LayoutQ>(smem_address(&rows));
 #pragma unroll
   for (int block = 0; block < ROW_BLOCKS; ++block)
-    ptx::Wgmma<Element, HEAD_DIM>::rs(acc[0], weights[block], b.after(n_major_step(block)));
+    ptx::Wgmma<Element, HEAD_DIM>::template rs<true>(acc[0], weights[block], b.after(n_major_step(block)), true);
   ptx::wgmma_commit();
 }
 
@@ -165,32 +114,13 @@ __device__ __forceinline__ void begin_dq(float (&acc)[1][DQ_COLS / 8][4], const 
       n_major<LayoutKV>(smem_address(&k) + first_col / LayoutKV::PANEL_COLS * LayoutKV::PANEL_BYTES);
 #pragma unroll
   for (int block = 0; block < TILE_N / 16; ++block)
-    ptx::Wgmma<Element, DQ_COLS>::ss_across(acc[0], a.after(n_major_step(block)), b.after(n_major_step(block)),
+    ptx::Wgmma<Element, DQ_COLS>::template ss<true, true>(acc[0], a.after(n_major_step(block)), b.after(n_major_step(block)),
                                             block > 0);
-}
-
-// The order of additions to dq, where their sum has to be the same bits on every run: the key tiles take turns at
-// each tile of dq, each warpgroup with its own counter. Blocks start in the order of their index and a tile waits
-// only for tiles before it, so the first of those that wait is always running.
-
-// Waits until it is the turn of key tile `turn` to add to a tile of dq.
-__device__ __forceinline__ void wait_for_turn(const int32_t* counter, int turn, int warpgroup) {
-  if (threadIdx.x % WARPGROUP_THREADS == 0) {
-    while (ptx::load_acquire(counter) != turn) {
-    }
-  }
-  ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);  // no thread adds before its turn
-}
-
-__device__ __forceinline__ void pass_turn(int32_t* counter, int turn, int warpgroup) {
-  __threadfence();
-  ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);  // all additions of the warpgroup are made
-  if (threadIdx.x % WARPGROUP_THREADS == 0) ptx::store_release(counter, turn + 1);
 }
 
 // What computing warpgroup `warpgroup` does.
 template <class Element, bool IN_ORDER>
-__device__ __forceinline__ void compute(const Arguments& arguments, SharedStorage& shared, int warpgroup) {
+__device__ __forceinline__ void compute(const BackwardArguments& arguments, SharedStorage& shared, int warpgroup) {
   const BwdParams& params = arguments.params;
   const AttnProblem& p = params.problem;
   const volatile Work& work = shared.work;  // read at each use: registers are short
@@ -270,12 +200,12 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
       const uint32_t now = stage(number);
       float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][DQ_COLS / 8][4];
 
-      shared.handover[now].wait_full(phase(number));
+      shared.stages[now].handover.wait_full(phase(number));
       ptx::wgmma_fence();
       rows_k.begin(scores, k_major(smem_address(&shared.stages[now].q)));
       ptx::wgmma_wait<1>();  // dk of the last step
       ptx::hold(acc_dk);
-      if (!is_first) shared.handover[now ^ 1].release(is_speaker);
+      if (!is_first) shared.stages[now ^ 1].handover.release(is_speaker);
       ptx::wgmma_fence();
       rows_v.begin(dprobs, k_major(smem_address(&shared.stages[now].dout)));
 
@@ -288,7 +218,7 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
       const int column = lane_index() % 4 * 2;
 #pragma unroll
       for (int j = 0; j < ROW_TILES; ++j) {
-        const float2 lse = *reinterpret_cast<const float2*>(&shared.lse_log2[now][8 * j + column]);
+        const float2 lse = *reinterpret_cast<const float2*>(&shared.stages[now].lse_log2[8 * j + column]);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
           weights[j / 2][j % 2 * 2 + half] = pack<Element>(ptx::exp2(scores[0][j][2 * half] * scale_log2 - lse.x),
@@ -304,7 +234,7 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
       ptx::hold(acc_dv);
 #pragma unroll
       for (int j = 0; j < ROW_TILES; ++j) {
-        const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[now][8 * j + column]);
+        const float2 delta = *reinterpret_cast<const float2*>(&shared.stages[now].delta[8 * j + column]);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           uint32_t& weight = weights[j / 2][j % 2 * 2 + half];
@@ -367,7 +297,7 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
 // ---- kernel -----------------------------------------------------------------------------------------
 
 template <class Element, bool IN_ORDER>
-__global__ void __launch_bounds__(THREADS, 1) backward_kernel(const __grid_constant__ Arguments arguments) {
+__global__ void __launch_bounds__(THREADS, 1) backward_kernel(const __grid_constant__ BackwardArguments arguments) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
@@ -375,7 +305,7 @@ __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const __grid_const
   if (threadIdx.x == 0) {
     shared.work = Work(arguments.params);
     shared.keys.init(WARPGROUPS);
-    for (Handover& handover : shared.handover) handover.init(WARPGROUPS);
+    for (QueryStage<LayoutQ>& stage : shared.stages) stage.handover.init(WARPGROUPS);
     for (uint64_t& barrier : shared.dscores_full)
       ptx::mbarrier_init(smem_address(&barrier), WARPGROUPS * WARPGROUP_THREADS / 32);
     ptx::mbarrier_init_fence();
@@ -385,7 +315,7 @@ __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const __grid_const
   const int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
   if (warpgroup == 0) {
     ptx::release_registers<LOAD_REGISTERS>();
-    if (threadIdx.x == 0) load_all(arguments, shared);
+    if (threadIdx.x == 0) load_steps<LayoutQ, LayoutKV>(arguments, shared);
   } else {
     ptx::acquire_registers<REGISTERS>();
     compute<Element, IN_ORDER>(arguments, shared, warpgroup - 1);
@@ -398,29 +328,11 @@ __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const __grid_const
 // ---- launcher ---------------------------------------------------------------------------------------
 
 cudaError_t launch_kernel(const BwdParams* params, cudaStream_t stream) {
-  const AttnProblem& p = params->problem;
-  Arguments arguments = {*params, {}, {}, {}, {}};
-  const int kv_heads = p.num_heads / p.group_size;
-  // A map needs an address, also of no rows.
-  const void* q = p.seqlen_q > 0 ? p.q : p.k;
-  const void* dout = p.seqlen_q > 0 ? params->dout : p.k;
-  cudaError_t status = encode_tensor_map(&arguments.q, p.element, q, p.q_strides, p.batch, p.seqlen_q, p.num_heads,
-                                         p.head_dim, TILE_M);
+  BackwardArguments arguments;
+  const cudaError_t status = backward_arguments<LayoutQ, LayoutKV>(*params, &arguments);
   if (status != cudaSuccess) return status;
-  status = encode_tensor_map(&arguments.dout, p.element, dout, params->dout_strides, p.batch, p.seqlen_q, p.num_heads,
-                             p.head_dim, TILE_M);
-  if (status != cudaSuccess) return status;
-  status = encode_tensor_map(&arguments.k, p.element, p.k, p.k_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim,
-                             TILE_N);
-  if (status != cudaSuccess) return status;
-  status = encode_tensor_map(&arguments.v, p.element, p.v, p.v_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim,
-                             TILE_N);
-  if (status != cudaSuccess) return status;
-  const bool in_order = params->dq_turn != nullptr;
-  const auto kernel = p.element == ELEMENT_F16 ? (in_order ? backward_kernel<F16, true> : backward_kernel<F16, false>)
-                                               : (in_order ? backward_kernel<Bf16, true> : backward_kernel<Bf16, false>);
-  return launch(kernel, backward_blocks<TILE_N>(*params), THREADS, sizeof(SharedStorage),
-                arguments, stream);
+  return launch(BACKWARD_KERNEL_FOR(backward_kernel, *params), backward_blocks<TILE_N>(*params), THREADS,
+                sizeof(SharedStorage), arguments, stream);
 }
 
 }  // namespace

@@ -134,7 +134,7 @@ template <class Element>
 __device__ __forceinline__ void begin_scores(float (&scores)[1][N_TILES][4], MatrixDescriptor q, MatrixDescriptor k) {
 #pragma unroll
   for (int block = 0; block < HEAD_DIM / 16; ++block)
-    ptx::Wgmma<Element, TILE_N>::ss(scores[0], q.after(k_major_step<LayoutQ>(block)),
+    ptx::Wgmma<Element, TILE_N>::template ss<false, false>(scores[0], q.after(k_major_step<LayoutQ>(block)),
                                     k.after(k_major_step<LayoutKV>(block)), block > 0);
   ptx::wgmma_commit();
 }
@@ -145,7 +145,7 @@ __device__ __forceinline__ void begin_out(float (&out)[1][OUT_TILES][4], const P
                                           MatrixDescriptor v) {
 #pragma unroll
   for (int block = 0; block < TILE_N / 16; ++block)
-    ptx::Wgmma<Element, HEAD_DIM>::rs(out[0], probs.frag[0][block], v.after(n_major_step(block)));
+    ptx::Wgmma<Element, HEAD_DIM>::template rs<true>(out[0], probs.frag[0][block], v.after(n_major_step(block)), true);
   ptx::wgmma_commit();
 }
 
