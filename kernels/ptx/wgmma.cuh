@@ -42,9 +42,8 @@ template <class Element, int N>
 struct Wgmma;
 
 #define WGMMA_TEXT_8(a, b, c, d, e, f, g, h) "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
-#define WGMMA_TEXT_64                                                                        \
-  WGMMA_TEXT_8(0, 1, 2, 3, 4, 5, 6, 7)                                                       \
-  ", " WGMMA_TEXT_8(8, 9, 10, 11, 12, 13, 14, 15) ", "                                       \
+#define WGMMA_TEXT_32 WGMMA_TEXT_8(0, 1, 2, 3, 4, 5, 6, 7) ", " WGMMA_TEXT_8(8, 9, 10, 11, 12, 13, 14, 15)
+#define WGMMA_TEXT_64 WGMMA_TEXT_32 ", "                                                     \
   WGMMA_TEXT_8(16, 17, 18, 19, 20, 21, 22, 23) ", " WGMMA_TEXT_8(24, 25, 26, 27, 28, 29, 30, 31)
 #define WGMMA_TEXT_80 WGMMA_TEXT_64 ", " WGMMA_TEXT_8(32, 33, 34, 35, 36, 37, 38, 39)
 #define WGMMA_TEXT_96 WGMMA_TEXT_80 ", " WGMMA_TEXT_8(40, 41, 42, 43, 44, 45, 46, 47)
@@ -61,7 +60,8 @@ struct Wgmma;
 
 #define WGMMA_ACC_4(j) "+f"(acc[j][0]), "+f"(acc[j][1]), "+f"(acc[j][2]), "+f"(acc[j][3])
 #define WGMMA_ACC_16(j) WGMMA_ACC_4(j), WGMMA_ACC_4(j + 1), WGMMA_ACC_4(j + 2), WGMMA_ACC_4(j + 3)
-#define WGMMA_ACC_64 WGMMA_ACC_16(0), WGMMA_ACC_16(4)
+#define WGMMA_ACC_32 WGMMA_ACC_16(0)
+#define WGMMA_ACC_64 WGMMA_ACC_32, WGMMA_ACC_16(4)
 #define WGMMA_ACC_80 WGMMA_ACC_64, WGMMA_ACC_4(8), WGMMA_ACC_4(9)
 #define WGMMA_ACC_96 WGMMA_ACC_80, WGMMA_ACC_4(10), WGMMA_ACC_4(11)
 #define WGMMA_ACC_112 WGMMA_ACC_96, WGMMA_ACC_4(12), WGMMA_ACC_4(13)
@@ -98,6 +98,7 @@ struct Wgmma;
 #define WGMMA_ELEMENT_f16 F16
 #define WGMMA_ELEMENT_bf16 Bf16
 #define WGMMA_BOTH(n, ...) WGMMA(n, f16, __VA_ARGS__) WGMMA(n, bf16, __VA_ARGS__)
+WGMMA_BOTH(32, 16, 17, 18, 19, 20, 21, 22)
 WGMMA_BOTH(64, 32, 33, 34, 35, 36, 37, 38)
 WGMMA_BOTH(80, 40, 41, 42, 43, 44, 45, 46)
 WGMMA_BOTH(96, 48, 49, 50, 51, 52, 53, 54)

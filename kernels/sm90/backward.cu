@@ -64,11 +64,11 @@ struct KeyOperand;
 
 template <class Element>
 struct KeyOperand<Element, false> {
-  MatrixDescriptor rows;
+  MatrixDescriptor<LayoutKV> rows;
   __device__ KeyOperand(const SwizzledTile<LayoutKV>& tile, int first_row, int)
-      : rows(k_major(smem_address(&tile) + first_row * LayoutKV::ROW_BYTES)) {}
+      : rows(k_major<LayoutKV>(smem_address(&tile) + first_row * LayoutKV::ROW_BYTES)) {}
   // Begins acc = rows b^T.
-  __device__ __forceinline__ void begin(float (&acc)[1][ROW_TILES][4], MatrixDescriptor b) const {
+  __device__ __forceinline__ void begin(float (&acc)[1][ROW_TILES][4], MatrixDescriptor<LayoutQ> b) const {
 #pragma unroll
     for (int block = 0; block < HEAD_BLOCKS; ++block)
       ptx::Wgmma<Element, TILE_M>::template ss<false, false>(acc[0], rows.after(k_major_step<LayoutKV>(block)),
@@ -86,7 +86,7 @@ struct KeyOperand<Element, true> {
     for (int block = 0; block < HEAD_BLOCKS; ++block)
       ptx::ldmatrix_x4(frag[block], smem_address(&tile) + LayoutKV::chunk_offset(row, 2 * block + lane / 16));
   }
-  __device__ __forceinline__ void begin(float (&acc)[1][ROW_TILES][4], MatrixDescriptor b) const {
+  __device__ __forceinline__ void begin(float (&acc)[1][ROW_TILES][4], MatrixDescriptor<LayoutQ> b) const {
 #pragma unroll
     for (int block = 0; block < HEAD_BLOCKS; ++block)
       ptx::Wgmma<Element, TILE_M>::template rs<false>(acc[0], frag[block], b.after(k_major_step<LayoutQ>(block)), block > 0);
@@ -98,10 +98,10 @@ struct KeyOperand<Element, true> {
 template <class Element>
 __device__ __forceinline__ void begin_sum(float (&acc)[1][HEAD_TILES][4], const uint32_t (&weights)[ROW_BLOCKS][4],
                                           const SwizzledTile<LayoutQ>& rows) {
-  const MatrixDescriptor b = n_major<LayoutQ>(smem_address(&rows));
+  const MatrixDescriptor<LayoutQ> b = n_major<LayoutQ>(smem_address(&rows));
 #pragma unroll
   for (int block = 0; block < ROW_BLOCKS; ++block)
-    ptx::Wgmma<Element, HEAD_DIM>::template rs<true>(acc[0], weights[block], b.after(n_major_step(block)), true);
+    ptx::Wgmma<Element, HEAD_DIM>::template rs<true>(acc[0], weights[block], b.after(n_major_step<LayoutQ>(block)), true);
   ptx::wgmma_commit();
 }
 
@@ -109,12 +109,12 @@ __device__ __forceinline__ void begin_sum(float (&acc)[1][HEAD_TILES][4], const 
 template <class Element>
 __device__ __forceinline__ void begin_dq(float (&acc)[1][DQ_COLS / 8][4], const SwizzledTile<LayoutS>& dscores,
                                          const SwizzledTile<LayoutKV>& k, int first_col) {
-  const MatrixDescriptor a = n_major<LayoutS>(smem_address(&dscores));
-  const MatrixDescriptor b =
+  const MatrixDescriptor<LayoutS> a = n_major<LayoutS>(smem_address(&dscores));
+  const MatrixDescriptor<LayoutKV> b =
       n_major<LayoutKV>(smem_address(&k) + first_col / LayoutKV::PANEL_COLS * LayoutKV::PANEL_BYTES);
 #pragma unroll
   for (int block = 0; block < TILE_N / 16; ++block)
-    ptx::Wgmma<Element, DQ_COLS>::template ss<true, true>(acc[0], a.after(n_major_step(block)), b.after(n_major_step(block)),
+    ptx::Wgmma<Element, DQ_COLS>::template ss<true, true>(acc[0], a.after(n_major_step<LayoutS>(block)), b.after(n_major_step<LayoutKV>(block)),
                                             block > 0);
 }
 
@@ -202,12 +202,12 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 
       shared.stages[now].handover.wait_full(phase(number));
       ptx::wgmma_fence();
-      rows_k.begin(scores, k_major(smem_address(&shared.stages[now].q)));
+      rows_k.begin(scores, k_major<LayoutQ>(smem_address(&shared.stages[now].q)));
       ptx::wgmma_wait<1>();  // dk of the last step
       ptx::hold(acc_dk);
       if (!is_first) shared.stages[now ^ 1].handover.release(is_speaker);
       ptx::wgmma_fence();
-      rows_v.begin(dprobs, k_major(smem_address(&shared.stages[now].dout)));
+      rows_v.begin(dprobs, k_major<LayoutQ>(smem_address(&shared.stages[now].dout)));
 
       ptx::wgmma_wait<1>();  // scores
       ptx::hold(scores);

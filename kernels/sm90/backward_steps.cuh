@@ -86,17 +86,15 @@ inline cudaError_t backward_arguments(const BwdParams& params, BackwardArguments
   // A map needs an address, also of no rows.
   const void* q = p.seqlen_q > 0 ? p.q : p.k;
   const void* dout = p.seqlen_q > 0 ? params.dout : p.k;
-  cudaError_t status = encode_tensor_map(&arguments->q, p.element, q, p.q_strides, p.batch, p.seqlen_q, p.num_heads,
-                                         p.head_dim, LayoutQ::ROWS);
+  cudaError_t status = encode_tensor_map<LayoutQ>(&arguments->q, p.element, q, p.q_strides, p.batch, p.seqlen_q, p.num_heads,
+                                         p.head_dim);
   if (status != cudaSuccess) return status;
-  status = encode_tensor_map(&arguments->dout, p.element, dout, params.dout_strides, p.batch, p.seqlen_q, p.num_heads,
-                             p.head_dim, LayoutQ::ROWS);
+  status = encode_tensor_map<LayoutQ>(&arguments->dout, p.element, dout, params.dout_strides, p.batch, p.seqlen_q, p.num_heads,
+                             p.head_dim);
   if (status != cudaSuccess) return status;
-  status = encode_tensor_map(&arguments->k, p.element, p.k, p.k_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim,
-                             LayoutKV::ROWS);
+  status = encode_tensor_map<LayoutKV>(&arguments->k, p.element, p.k, p.k_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim);
   if (status != cudaSuccess) return status;
-  return encode_tensor_map(&arguments->v, p.element, p.v, p.v_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim,
-                           LayoutKV::ROWS);
+  return encode_tensor_map<LayoutKV>(&arguments->v, p.element, p.v, p.v_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim);
 }
 
 // The instance of a kernel template for the element type, and for additions to dq in order or in any.

@@ -131,7 +131,8 @@ __device__ __forceinline__ void load_all(const Arguments& arguments, SharedStora
 
 // Begins scores = q k^T.
 template <class Element>
-__device__ __forceinline__ void begin_scores(float (&scores)[1][N_TILES][4], MatrixDescriptor q, MatrixDescriptor k) {
+__device__ __forceinline__ void begin_scores(float (&scores)[1][N_TILES][4], MatrixDescriptor<LayoutQ> q,
+                                             MatrixDescriptor<LayoutKV> k) {
 #pragma unroll
   for (int block = 0; block < HEAD_DIM / 16; ++block)
     ptx::Wgmma<Element, TILE_N>::template ss<false, false>(scores[0], q.after(k_major_step<LayoutQ>(block)),
@@ -142,10 +143,10 @@ __device__ __forceinline__ void begin_scores(float (&scores)[1][N_TILES][4], Mat
 // Begins out += probs v.
 template <class Element>
 __device__ __forceinline__ void begin_out(float (&out)[1][OUT_TILES][4], const PackedA<Element, 1, N_TILES>& probs,
-                                          MatrixDescriptor v) {
+                                          MatrixDescriptor<LayoutKV> v) {
 #pragma unroll
   for (int block = 0; block < TILE_N / 16; ++block)
-    ptx::Wgmma<Element, HEAD_DIM>::template rs<true>(out[0], probs.frag[0][block], v.after(n_major_step(block)), true);
+    ptx::Wgmma<Element, HEAD_DIM>::template rs<true>(out[0], probs.frag[0][block], v.after(n_major_step<LayoutKV>(block)), true);
   ptx::wgmma_commit();
 }
 
@@ -179,7 +180,7 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
   const int lane = threadIdx.x % 32, warp = ptx::uniform(threadIdx.x / 32 % 4);
   const bool is_speaker = threadIdx.x % WARPGROUP_THREADS == 0;
   const Turn turn{warpgroup};
-  const MatrixDescriptor q = k_major(smem_address(&shared.q) + warpgroup * 64 * LayoutQ::PANEL_COLS * 2);
+  const MatrixDescriptor<LayoutQ> q = k_major<LayoutQ>(smem_address(&shared.q) + warpgroup * 64 * LayoutQ::PANEL_COLS * 2);
 
   Place k_place, v_place;
   uint32_t q_phase = 0;
@@ -204,7 +205,7 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
       shared.q_handover.wait_full(q_phase);
       shared.k_handover[k_place.stage].wait_full(k_place.phase);
       ptx::wgmma_fence();
-      begin_scores<Element>(scores, q, k_major(smem_address(&shared.k[k_place.stage])));
+      begin_scores<Element>(scores, q, k_major<LayoutKV>(smem_address(&shared.k[k_place.stage])));
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       shared.k_handover[k_place.stage].release(is_speaker);
@@ -220,7 +221,7 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
         turn.wait();
         ptx::hold(out);
         ptx::wgmma_fence();
-        begin_scores<Element>(scores, q, k_major(smem_address(&shared.k[k_place.stage])));
+        begin_scores<Element>(scores, q, k_major<LayoutKV>(smem_address(&shared.k[k_place.stage])));
         shared.v_handover[v_place.stage].wait_full(v_place.phase);
         ptx::wgmma_fence();
         begin_out(out, probs, n_major<LayoutKV>(smem_address(&shared.v[v_place.stage])));
@@ -344,17 +345,15 @@ cudaError_t launch_kernel(const FwdParams* params, cudaStream_t stream) {
   if (pieces > INT32_MAX) return cudaErrorInvalidConfiguration;
   Arguments arguments = {*params, {}, {}, {}, static_cast<uint32_t>(pieces)};
   const int kv_heads = p.num_heads / p.group_size;
-  cudaError_t status = encode_tensor_map(&arguments.q, p.element, p.q, p.q_strides, p.batch, p.seqlen_q, p.num_heads,
-                                         p.head_dim, TILE_M);
+  cudaError_t status = encode_tensor_map<LayoutQ>(&arguments.q, p.element, p.q, p.q_strides, p.batch, p.seqlen_q, p.num_heads,
+                                         p.head_dim);
   if (status != cudaSuccess) return status;
   // A map needs an address, also of no keys.
   const void* k = p.seqlen_k > 0 ? p.k : p.q;
   const void* v = p.seqlen_k > 0 ? p.v : p.q;
-  status = encode_tensor_map(&arguments.k, p.element, k, p.k_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim,
-                             TILE_N);
+  status = encode_tensor_map<LayoutKV>(&arguments.k, p.element, k, p.k_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim);
   if (status != cudaSuccess) return status;
-  status = encode_tensor_map(&arguments.v, p.element, v, p.v_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim,
-                             TILE_N);
+  status = encode_tensor_map<LayoutKV>(&arguments.v, p.element, v, p.v_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim);
   if (status != cudaSuccess) return status;
   const int64_t grid = blocks(p, pieces, &status);
   if (status != cudaSuccess) return status;

@@ -30,11 +30,11 @@ inline cudaError_t find_encoder(PFN_cuTensorMapEncodeTiled_v12000* encoder) {
   return cudaSuccess;
 }
 
-// Rows from `seqlen` and columns from `head_dim` on read as zero, whatever lies there. A box is `box_rows` rows of
-// one panel (swizzled.cuh). Strides in elements are multiples of 8; that of rows is 0 only where there is one.
+// Rows from `seqlen` and columns from `head_dim` on read as zero, whatever lies there. A box is one
+// panel of `Layout` (swizzled.cuh). Strides in elements are multiples of 8; that of rows is 0 only where there is one.
+template <class Layout>
 inline cudaError_t encode_tensor_map(TensorMap* tensor, ElementType element, const void* base, const Strides& strides,
-                                     int32_t batch, int32_t seqlen, int32_t heads, int32_t head_dim,
-                                     int32_t box_rows) {
+                                     int32_t batch, int32_t seqlen, int32_t heads, int32_t head_dim) {
   static PFN_cuTensorMapEncodeTiled_v12000 encoder = nullptr;
   static const cudaError_t found = find_encoder(&encoder);
   if (found != cudaSuccess) return found;
@@ -48,11 +48,11 @@ inline cudaError_t encode_tensor_map(TensorMap* tensor, ElementType element, con
   const cuuint64_t sizes[4] = {size(head_dim), size(seqlen), size(tensor->head_step ? heads : 1),
                                size(tensor->batch_step ? batch : 1)};
   const cuuint64_t byte_strides[3] = {bytes(strides.seq), bytes(strides.head), bytes(strides.batch)};
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1};
+  const cuuint32_t box[4] = {Layout::PANEL_COLS, Layout::ROWS, 1, 1};
   const cuuint32_t every[4] = {1, 1, 1, 1};
   const CUresult result =
       encoder(&tensor->map, element == ELEMENT_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
               4, const_cast<void*>(base), sizes, byte_strides, box, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
-              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+              Layout::PANEL_COLS == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }

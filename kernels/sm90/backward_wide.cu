@@ -1,0 +1,311 @@
+// The work of backward.cu for large heads, whose dk and dv of 64 keys do not fit one warpgroup's registers.
+//
+// grid       one block for each (batch, kv head), part of the head's group, and tile of TILE_N keys
+// block      a warpgroup that loads (one thread of it) and two that compute
+// shared     k and v tile; q and dout tiles of two steps, with lse and delta; probs and dscores of two steps
+// registers  given 24 + 2 x 240
+//
+// The two warpgroups share the rows of scores^T and dprobs^T, keys by rows, and the columns of dk, dv and dq. So probs
+// and dscores go through shared memory, and each is waited for by the other warpgroup. Products that do not depend on
+// what comes next fill the time. A warpgroup issues
+//   scores, dprobs | exponentials | dq of the last step, dv | dscores | the addition to dq | dk
+// and waits, at each bar, only for what it needs next.
+#include "../common/softmax.cuh"
+#include "../ptx/proxy_fence.cuh"
+#include "../ptx/setmaxnreg.cuh"
+#include "../ptx/stmatrix.cuh"
+#include "../ptx/wgmma.cuh"
+#include "backward_steps.cuh"
+#include "store.cuh"
+#include "tile.cuh"
+
+namespace {
+
+// ---- constants --------------------------------------------------------------------------------------
+
+constexpr int WARPGROUPS = 2;
+constexpr int THREADS = WARPGROUP_THREADS * (1 + WARPGROUPS);
+constexpr int TILE_M = 64, TILE_N = 64;
+constexpr int ROWS = TILE_M / WARPGROUPS, COLS = HEAD_DIM / WARPGROUPS;  // of a warpgroup
+constexpr int HEAD_BLOCKS = HEAD_DIM / 16, COL_TILES = COLS / 8;
+constexpr int ROW_BLOCKS = ROWS / 16, ROW_TILES = ROWS / 8;
+constexpr int LOAD_REGISTERS = 24, REGISTERS = 240;
+static_assert(ROW_PADDING % TILE_M == 0 && ROW_PADDING % TILE_N == 0);
+
+constexpr int PANEL_COLS = COLS % 64 == 0 ? 64 : 32;  // a warpgroup's columns are whole panels
+static_assert(COLS % PANEL_COLS == 0);
+using LayoutQ = PanelLayout<TILE_M, HEAD_DIM, PANEL_COLS>;
+using LayoutKV = PanelLayout<TILE_N, HEAD_DIM, PANEL_COLS>;
+using LayoutS = PanelLayout<TILE_N, TILE_M>;
+using Work = BackwardWork<TILE_M, TILE_N>;
+
+struct SharedStorage {
+  SwizzledTile<LayoutKV> k, v;
+  SwizzledTile<LayoutS> probs[2], dscores[2];  // transposed
+  QueryStage<LayoutQ> stages[2];
+  Handover keys;
+  uint64_t probs_full[2], dscores_full[2];  // an arrival of each warp
+  Work work;
+};
+static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// ---- device steps -----------------------------------------------------------------------------------
+
+// Begins acc = keys rows^T, of a warpgroup's rows.
+template <class Element>
+__device__ __forceinline__ void begin_scores(float (&acc)[1][ROW_TILES][4], const SwizzledTile<LayoutKV>& keys,
+                                             const SwizzledTile<LayoutQ>& rows, int first_row) {
+  const auto a = k_major<LayoutKV>(smem_address(&keys));
+  const auto b = k_major<LayoutQ>(smem_address(&rows) + first_row * LayoutQ::ROW_BYTES);
+#pragma unroll
+  for (int block = 0; block < HEAD_BLOCKS; ++block)
+    ptx::Wgmma<Element, ROWS>::template ss<false, false>(acc[0], a.after(k_major_step<LayoutKV>(block)),
+                                                         b.after(k_major_step<LayoutQ>(block)), block > 0);
+  ptx::wgmma_commit();
+}
+
+// The panels of a warpgroup's columns as operand B.
+template <class Layout>
+__device__ __forceinline__ MatrixDescriptor<Layout> columns(const SwizzledTile<Layout>& tile, int warpgroup) {
+  return n_major<Layout>(smem_address(&tile) + warpgroup * (COLS / PANEL_COLS) * Layout::PANEL_BYTES);
+}
+
+// Begins acc += weights^T rows, of a warpgroup's columns.
+template <class Element>
+__device__ __forceinline__ void begin_sum(float (&acc)[1][COL_TILES][4], const SwizzledTile<LayoutS>& weights,
+                                          const SwizzledTile<LayoutQ>& rows, int warpgroup) {
+  const auto a = k_major<LayoutS>(smem_address(&weights));
+  const auto b = columns(rows, warpgroup);
+#pragma unroll
+  for (int block = 0; block < TILE_M / 16; ++block)
+    ptx::Wgmma<Element, COLS>::template ss<false, true>(acc[0], a.after(k_major_step<LayoutS>(block)),
+                                                        b.after(n_major_step<LayoutQ>(block)), true);
+  ptx::wgmma_commit();
+}
+
+// Begins acc = dscores k, of a warpgroup's columns.
+template <class Element>
+__device__ __forceinline__ void begin_dq(float (&acc)[1][COL_TILES][4], const SwizzledTile<LayoutS>& dscores,
+                                         const SwizzledTile<LayoutKV>& k, int warpgroup) {
+  const auto a = n_major<LayoutS>(smem_address(&dscores));
+  const auto b = columns(k, warpgroup);
+#pragma unroll
+  for (int block = 0; block < TILE_N / 16; ++block)
+    ptx::Wgmma<Element, COLS>::template ss<true, true>(acc[0], a.after(n_major_step<LayoutS>(block)),
+                                                       b.after(n_major_step<LayoutKV>(block)), block > 0);
+  ptx::wgmma_commit();
+}
+
+// What computing warpgroup `warpgroup` does.
+template <class Element, bool IN_ORDER>
+__device__ __forceinline__ void compute(const BackwardArguments& arguments, SharedStorage& shared, int warpgroup) {
+  const BwdParams& params = arguments.params;
+  const AttnProblem& p = params.problem;
+  const volatile Work& work = shared.work;  // read at each use: registers are short
+  const Mask mask(p);
+  const bool is_speaker = threadIdx.x % WARPGROUP_THREADS == 0;
+  // Of the keys of the tile, and of the rows of dq.
+  const auto warp_row = [] { return ptx::thread_index() / 32 % 4 * 16; };
+  const auto lane_index = [] { return ptx::thread_index() % 32; };
+
+  float acc_dk[1][COL_TILES][4], acc_dv[1][COL_TILES][4];
+  clear(acc_dk);
+  clear(acc_dv);
+  ptx::hold(acc_dk);
+  ptx::hold(acc_dv);
+
+  BackwardStep step = first_step(work);
+  if (step.head < work.end_head) {
+    uint32_t number = 0;  // of the step; two of each tile are there, and are used in turn
+    const auto stage = [](uint32_t number) { return number % 2; };
+    const auto phase = [](uint32_t number) { return number / 2 % 2; };
+
+    // For the first step's product of the last step's dscores.
+    for (int i = threadIdx.x % (WARPGROUPS * WARPGROUP_THREADS); i < LayoutS::BYTES / 4; i += WARPGROUPS * WARPGROUP_THREADS)
+      reinterpret_cast<uint32_t*>(&shared.dscores[1])[i] = 0;
+    ptx::proxy_fence();
+    ptx::named_barrier_sync(1, WARPGROUPS * WARPGROUP_THREADS);  // the zeros are there for both warpgroups
+    shared.keys.wait_full(0);
+
+    const auto add_dq_of = [&](BackwardStep step, float(&acc_dq)[1][COL_TILES][4]) {
+      ptx::hold(acc_dq);
+      const int first_row = step.m_tile * TILE_M;
+      const int64_t batch_head = static_cast<int64_t>(work.batch) * p.num_heads + step.head;
+      const auto counter = [&] {
+        const int64_t m_tile = (static_cast<int64_t>(work.batch) * p.num_heads + ptx::recomputed(step.head)) *
+                                   (padded_rows(p.seqlen_q) / TILE_M) + step.m_tile;
+        return params.dq_turn + m_tile * WARPGROUPS + warpgroup;
+      };
+      const auto turn = [&] {
+        return work.n_tile - max(mask.first_key(ptx::recomputed(step.m_tile) * TILE_M), 0) / TILE_N;
+      };
+      if constexpr (IN_ORDER) wait_for_turn(counter(), turn(), warpgroup);
+      add_to_pieces<HEAD_DIM, COL_TILES>(params.dq_acc + batch_head * padded_rows(p.seqlen_q) * HEAD_DIM +
+                                             AccLayout::piece(first_row + warp_row(), warpgroup * COLS, HEAD_DIM),
+                                         acc_dq, lane_index());
+      if constexpr (IN_ORDER) pass_turn(counter(), turn(), warpgroup);
+    };
+    // Writes this warp's part of probs or dscores, for the products of both warpgroups.
+    const auto share = [&](SwizzledTile<LayoutS>& tile, uint64_t& full, const uint32_t(&packed)[ROW_BLOCKS][4]) {
+      const int lane = lane_index();
+      const uint32_t row = smem_address(&tile) + (warp_row() + lane % 16) * LayoutS::ROW_BYTES;
+#pragma unroll
+      for (int block = 0; block < ROW_BLOCKS; ++block)
+        ptx::stmatrix_x4(row + LayoutS::permuted(lane, warpgroup * (ROWS / 8) + 2 * block + lane / 16) * 16, packed[block]);
+      ptx::proxy_fence();
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(smem_address(&full));
+    };
+
+    // A step, and dq of the last one. Of two stages of probs and dscores one is written while the other warpgroup may
+    // still read the other; that it has finished with the one before that, it says with its probs of this step.
+    const auto run_step = [&](BackwardStep last_step) {
+      const bool is_first = number == 0;
+      const uint32_t now = stage(number);
+      float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][COL_TILES][4];
+
+      shared.stages[now].handover.wait_full(phase(number));
+      ptx::wgmma_fence();
+      begin_scores<Element>(scores, shared.k, shared.stages[now].q, warpgroup * ROWS);
+      ptx::wgmma_wait<1>();  // dv and dk of the last step
+      ptx::hold(acc_dv);
+      ptx::hold(acc_dk);
+      if (!is_first) shared.stages[now ^ 1].handover.release(is_speaker);
+      ptx::wgmma_fence();
+      begin_scores<Element>(dprobs, shared.v, shared.stages[now].dout, warpgroup * ROWS);
+
+      ptx::wgmma_wait<1>();  // scores
+      ptx::hold(scores);
+      const int first_row = step.m_tile * TILE_M, first_key = work.n_tile * TILE_N;
+      if (!mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N))
+        mask_scores_transposed(scores, mask, first_row + warpgroup * ROWS, first_key + warp_row(), lane_index());
+      const float scale_log2 = p.softmax_scale * LOG2_E;
+      const int column = warpgroup * ROWS + lane_index() % 4 * 2;
+      uint32_t probs[ROW_BLOCKS][4];
+#pragma unroll
+      for (int j = 0; j < ROW_TILES; ++j) {
+        const float2 lse = *reinterpret_cast<const float2*>(&shared.stages[now].lse_log2[8 * j + column]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          probs[j / 2][j % 2 * 2 + half] = pack<Element>(ptx::exp2(scores[0][j][2 * half] * scale_log2 - lse.x),
+                                                         ptx::exp2(scores[0][j][2 * half + 1] * scale_log2 - lse.y));
+      }
+      share(shared.probs[now], shared.probs_full[now], probs);
+
+      // In the first step of zeros, and added nowhere.
+      ptx::mbarrier_wait(smem_address(&shared.dscores_full[now ^ 1]), phase(number - 1));
+      ptx::wgmma_fence();
+      begin_dq<Element>(acc_dq, shared.dscores[now ^ 1], shared.k, warpgroup);
+      ptx::mbarrier_wait(smem_address(&shared.probs_full[now]), phase(number));
+      ptx::hold(acc_dv);
+      ptx::wgmma_fence();
+      begin_sum<Element>(acc_dv, shared.probs[now], shared.stages[now].dout, warpgroup);
+
+      ptx::wgmma_wait<2>();  // dprobs
+      ptx::hold(dprobs);
+      uint32_t dscores[ROW_BLOCKS][4];
+#pragma unroll
+      for (int j = 0; j < ROW_TILES; ++j) {
+        const float2 delta = *reinterpret_cast<const float2*>(&shared.stages[now].delta[8 * j + column]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 prob = unpack<Element>(probs[j / 2][j % 2 * 2 + half]);
+          dscores[j / 2][j % 2 * 2 + half] = pack<Element>(prob.x * (dprobs[0][j][2 * half] - delta.x),
+                                                           prob.y * (dprobs[0][j][2 * half + 1] - delta.y));
+        }
+      }
+      share(shared.dscores[now], shared.dscores_full[now], dscores);
+
+      ptx::wgmma_wait<1>();  // dq of the last step
+      if (!is_first) add_dq_of(last_step, acc_dq);
+      ptx::mbarrier_wait(smem_address(&shared.dscores_full[now]), phase(number));
+      ptx::hold(acc_dk);
+      ptx::wgmma_fence();
+      begin_sum<Element>(acc_dk, shared.dscores[now], shared.stages[now].q, warpgroup);
+      ++number;
+    };
+
+    for (BackwardStep last = step; step.head < work.end_head; last = step, step = step_after<false>(step, work))
+      run_step(last);
+
+    float acc_dq[1][COL_TILES][4];
+    ptx::wgmma_fence();
+    begin_dq<Element>(acc_dq, shared.dscores[stage(number - 1)], shared.k, warpgroup);
+    ptx::wgmma_wait<0>();
+    ptx::hold(acc_dk);
+    ptx::hold(acc_dv);
+    add_dq_of({work.end_head - 1, work.m_tiles.end - 1}, acc_dq);
+  }
+
+  const int lane = lane_index(), first_key = work.n_tile * TILE_N + warp_row(), first_col = warpgroup * COLS;
+  const int kv_heads = p.num_heads / p.group_size;
+  if (params.group_parts > 1) {
+    const int64_t head_of_part = (static_cast<int64_t>(work.part) * p.batch + work.batch) * kv_heads + work.kv_head;
+    const int64_t piece = head_of_part * padded_rows(p.seqlen_k) * HEAD_DIM +
+                          AccLayout::piece(first_key, first_col, HEAD_DIM);
+    store_pieces<HEAD_DIM>(params.dk_acc + piece, acc_dk, lane);
+    store_pieces<HEAD_DIM>(params.dv_acc + piece, acc_dv, lane);
+    return;
+  }
+  scale(acc_dk, p.softmax_scale);
+  const int64_t head = contiguous_offset(work.batch, p.seqlen_k, kv_heads, p.head_dim, 0, work.kv_head) + first_col;
+  const int64_t row_stride = static_cast<int64_t>(kv_heads) * p.head_dim;
+  store_rows<Element>(acc_dk, static_cast<uint16_t*>(params.dk) + head, row_stride, first_key, p.seqlen_k,
+                      p.head_dim - first_col, lane);
+  store_rows<Element>(acc_dv, static_cast<uint16_t*>(params.dv) + head, row_stride, first_key, p.seqlen_k,
+                      p.head_dim - first_col, lane);
+}
+
+#endif
+
+// ---- kernel -----------------------------------------------------------------------------------------
+
+template <class Element, bool IN_ORDER>
+__global__ void __launch_bounds__(THREADS, 1) backward_kernel(const __grid_constant__ BackwardArguments arguments) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) char smem[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
+
+  if (threadIdx.x == 0) {
+    shared.work = Work(arguments.params);
+    shared.keys.init(WARPGROUPS);
+    for (QueryStage<LayoutQ>& stage : shared.stages) stage.handover.init(WARPGROUPS);
+    for (int stage = 0; stage < 2; ++stage) {
+      ptx::mbarrier_init(smem_address(&shared.probs_full[stage]), WARPGROUPS * WARPGROUP_THREADS / 32);
+      ptx::mbarrier_init(smem_address(&shared.dscores_full[stage]), WARPGROUPS * WARPGROUP_THREADS / 32);
+    }
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();  // the work and the barriers are there for all
+
+  const int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
+  if (warpgroup == 0) {
+    ptx::release_registers<LOAD_REGISTERS>();
+    if (threadIdx.x == 0) load_steps<LayoutQ, LayoutKV>(arguments, shared);
+  } else {
+    ptx::acquire_registers<REGISTERS>();
+    compute<Element, IN_ORDER>(arguments, shared, warpgroup - 1);
+  }
+#else
+  __trap();  // the code for other targets is never launched
+#endif
+}
+
+// ---- launcher ---------------------------------------------------------------------------------------
+
+cudaError_t launch_kernel(const BwdParams* params, cudaStream_t stream) {
+  BackwardArguments arguments;
+  const cudaError_t status = backward_arguments<LayoutQ, LayoutKV>(*params, &arguments);
+  if (status != cudaSuccess) return status;
+  return launch(BACKWARD_KERNEL_FOR(backward_kernel, *params), backward_blocks<TILE_N>(*params), THREADS,
+                sizeof(SharedStorage), arguments, stream);
+}
+
+}  // namespace
+
+extern "C" {
+extern const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_wide_sm90);
+const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_wide_sm90) = {launch_kernel, sizeof(SharedStorage), THREADS, 1, TILE_M, TILE_N};
+}
