@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Lays out a CUDA 13.0 compiler and link-time libraries from PyPI wheels under a folder (1.2 GB, twice that
-# while it installs), for a machine without a CUDA toolkit. It compiles and links, and runs nothing on a GPU. Prints the variables to export.
+# Lays out a CUDA 13.0 compiler and link-time libraries from PyPI wheels under a folder (1.2 GB, twice that while it
+# installs), for a machine without a CUDA toolkit. It compiles and links, and runs nothing on a GPU. Prints the
+# variables to export.
 #
 #   source <(scripts/cuda-toolkit.sh target/cuda-toolkit)
 #   cargo build --features cuda
