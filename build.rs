@@ -33,7 +33,7 @@ mod cuda {
     }
 
     /// The GPUs that a unit is for.
-    #[derive(Clone, Copy, PartialEq)]
+    #[derive(Clone, Copy, Debug, PartialEq)]
     enum Target {
         /// From compute capability 8.0 on.
         Sm80,

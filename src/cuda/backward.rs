@@ -12,7 +12,9 @@ use half::{bf16, f16};
 
 use super::dispatch::{self, Chosen, Gpu};
 use super::ffi::{self, BwdParams, ConvertParams, MIN_TILE_M, ROW_PADDING};
-use super::{Element, Rows, alloc, check, cuda_storage, for_dtype, problem, slopes_pointer};
+use super::{
+    Element, Rows, alloc, check, cuda_storage, for_dtype, has_boxes, problem, slopes_pointer,
+};
 use crate::params::AttnParams;
 
 /// (batch, kv head, part) pieces whose tiles are launched side by side, so that their q, dout and dq share L2.
@@ -55,7 +57,8 @@ fn backward_typed<E: Element>(
     let device = cuda_storage(&inputs[0].0)?.device();
     let stream = device.cuda_stream();
     let gpu = Gpu::of(device)?;
-    let Some(chosen) = dispatch::backward(&gpu, params) else {
+    let boxes = inputs.iter().all(|(_, layout)| has_boxes(layout));
+    let Some(chosen) = dispatch::backward(&gpu, params, boxes) else {
         bail!(
             "flash_attn: no CUDA kernel for head_dim {}",
             params.head_dim

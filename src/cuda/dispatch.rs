@@ -168,13 +168,13 @@ pub(super) fn forward(gpu: &Gpu, params: &AttnParams, boxes: bool) -> Option<Cho
 }
 
 /// As [`forward`].
-pub(super) fn backward(gpu: &Gpu, params: &AttnParams) -> Option<Chosen<BwdParams>> {
+pub(super) fn backward(gpu: &Gpu, params: &AttnParams, boxes: bool) -> Option<Chosen<BwdParams>> {
     choose(
         backward_rows(),
         gpu,
         params.head_dim,
         is_plain(params),
-        true,
+        boxes,
     )
 }
 
@@ -241,7 +241,7 @@ mod tests {
     #[test]
     fn the_best_row_comes_first() {
         let name = |gpu: Gpu, head_dim, plain| {
-            choose(backward_rows(), &gpu, head_dim, plain, true).map(|row| row.name)
+            choose(backward_rows(), &gpu, head_dim, plain, false).map(|row| row.name)
         };
         let hopper = gpu((9, 0), 227);
         assert_eq!(
@@ -261,19 +261,33 @@ mod tests {
 
     #[test]
     fn kernels_for_hopper_run_plain_problems_there_and_nothing_else() {
-        let name = |gpu: Gpu, plain, boxes| {
+        let forward = |gpu: Gpu, plain, boxes| {
             choose(forward_rows(), &gpu, 72, plain, boxes).map(|row| row.name)
         };
+        let backward = |gpu: Gpu, plain, boxes| {
+            choose(backward_rows(), &gpu, 200, plain, boxes).map(|row| row.name)
+        };
         let hopper = gpu((9, 0), 227);
-        let sm80 = Some("flash_fwd_sm80_hd96_smem99");
         assert_eq!(
-            name(hopper, true, true),
+            forward(hopper, true, true),
             Some("flash_fwd_sm90_hd96_smem227")
         );
-        assert_eq!(name(hopper, false, true), sm80);
-        assert_eq!(name(hopper, true, false), sm80);
-        assert_eq!(name(gpu((10, 0), 227), true, true), sm80);
-        assert_eq!(name(gpu((9, 0), 163), true, true), sm80);
+        assert_eq!(
+            backward(hopper, true, true),
+            Some("flash_bwd_wide_sm90_hd256_smem227")
+        );
+        for (gpu, plain, boxes) in [
+            (hopper, false, true),
+            (hopper, true, false),
+            (gpu((10, 0), 227), true, true),
+            (gpu((9, 0), 163), true, true),
+        ] {
+            let names = [forward(gpu, plain, boxes), backward(gpu, plain, boxes)];
+            assert!(
+                names.iter().all(|name| name.unwrap().contains("_sm80_")),
+                "{names:?}"
+            );
+        }
     }
 
     /// The twins of kernels/params.h have not drifted.

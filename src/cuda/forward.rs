@@ -8,7 +8,9 @@ use half::{bf16, f16};
 
 use super::dispatch::{self, Gpu};
 use super::ffi::FwdParams;
-use super::{Element, Input, Rows, alloc, check, cuda_storage, for_dtype, problem, slopes_pointer};
+use super::{
+    Element, Input, Rows, alloc, check, cuda_storage, for_dtype, has_boxes, problem, slopes_pointer,
+};
 use crate::params::AttnParams;
 
 /// (batch, head) pairs whose tiles are launched side by side. Their K and V have to share L2, but with few
@@ -42,10 +44,7 @@ fn forward_typed<E: Element>(
 ) -> Result<ForwardOutput> {
     let device = q.0.device();
     let stream = device.cuda_stream();
-    // A row that is repeated by a stride of 0 is no box.
-    let boxes = [q.1, k.1, v.1]
-        .iter()
-        .all(|layout| layout.dims()[1] <= 1 || layout.stride()[1] != 0);
+    let boxes = [q.1, k.1, v.1].into_iter().all(has_boxes);
     let Some(chosen) = dispatch::forward(&Gpu::of(device)?, params, boxes) else {
         bail!(
             "flash_attn: no CUDA kernel for head_dim {}",

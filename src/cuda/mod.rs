@@ -62,6 +62,11 @@ impl Element for bf16 {
     const TYPE: i32 = ffi::ELEMENT_BF16;
 }
 
+/// Whether the copy engine of Hopper can read tiles of a tensor: not where one row is repeated by a stride of 0.
+fn has_boxes(layout: &Layout) -> bool {
+    layout.dims()[1] <= 1 || layout.stride()[1] != 0
+}
+
 /// A tensor as the kernels read it: rows of `head_dim` numbers at aligned addresses.
 struct Rows<'a, E> {
     storage: Borrowed<'a>,
