@@ -4,6 +4,7 @@
 #include "../common/mask.cuh"
 #include "../common/tile.cuh"
 #include "../params.h"
+#include "../ptx/ordered.cuh"
 #include "tile.cuh"
 
 // What a step works on: a query tile of one head.
@@ -72,10 +73,8 @@ __device__ __forceinline__ BackwardStep step_after(BackwardStep step, const Work
 // Waits until it is the turn of key tile `turn` to add to a tile of dq.
 __device__ __forceinline__ void wait_for_turn(const int32_t* counter, int turn) {
   if (threadIdx.x == 0) {
-    int now;
-    do {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-    } while (now != turn);
+    while (ptx::load_acquire(counter) != turn) {
+    }
   }
   __syncthreads();  // no thread adds before its turn
 }
@@ -83,7 +82,7 @@ __device__ __forceinline__ void wait_for_turn(const int32_t* counter, int turn) 
 __device__ __forceinline__ void pass_turn(int32_t* counter, int turn) {
   __threadfence();
   __syncthreads();  // all additions of this block are made
-  if (threadIdx.x == 0) asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(counter), "r"(turn + 1) : "memory");
+  if (threadIdx.x == 0) ptx::store_release(counter, turn + 1);
 }
 
 // Begins to copy the keys of a block: k and v. Not committed: the first query rows are copied with them.
