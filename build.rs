@@ -109,6 +109,11 @@ mod cuda {
             println!("cargo::rerun-if-env-changed={variable}");
         }
         let toolkit = find_toolkit()?;
+        // For tests/emulation.
+        println!(
+            "cargo::rustc-env=FLASH_CUDA_INCLUDE={}",
+            toolkit.join("include").display()
+        );
         let path = std::env::var_os("PATH").unwrap_or_default();
         let path = std::env::join_paths(
             std::iter::once(toolkit.join("bin")).chain(std::env::split_paths(&path)),

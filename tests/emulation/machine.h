@@ -1,0 +1,272 @@
+// A multiprocessor on the CPU: the threads of a block are fibers, blocks run one after the other. What several threads
+// do together, and what is done beside them, is emulated; what a kernel must not do is reported as a fault.
+//
+// Asynchronous work may take place at any moment that the machine allows: at once, as late as can be, or at random
+// (`Timing`); and warps rest at random. So a wait that is missing shows in the results, or as a fault:
+//   - shared memory that an asynchronous copy is about to write holds NaN until then;
+//   - a read and a write of the same 16 bytes by two warps need a barrier between them (accesses by ptx/ alone);
+//   - a block in which nothing can go on hangs, and the fault says who waits for what.
+#pragma once
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace machine {
+
+// ---- faults -----------------------------------------------------------------------------------------
+
+inline int faults = 0;
+
+template <class... Args>
+inline void fault(const char* format, Args... args) {
+  if (++faults > 20) return;
+  std::printf("fault: ");
+  if constexpr (sizeof...(args) == 0) {
+    std::printf("%s", format);
+  } else {
+    std::printf(format, args...);
+  }
+  std::printf("\n");
+}
+
+// ---- threads ----------------------------------------------------------------------------------------
+
+enum class Timing { AT_ONCE, LATE, RANDOM };
+inline Timing timing = Timing::RANDOM;
+inline std::mt19937 chance(1);
+// Whether something asynchronous takes place now.
+inline bool now() { return timing == Timing::AT_ONCE || (timing == Timing::RANDOM && chance() % 2 == 0); }
+
+struct Index {
+  unsigned x = 0, y = 0, z = 0;
+};
+
+struct Thread {
+  ucontext_t context;  // to begin with
+  jmp_buf place;       // to go on: without the system calls of swapcontext
+  bool has_begun = false;
+  int index = 0;
+  bool is_done = false;
+  const char* waits_for = nullptr;
+  std::function<bool()> is_over;  // what it waits for
+};
+
+inline std::vector<Thread> threads;
+inline Thread* current;
+inline jmp_buf scheduler;
+inline Index block, grid;
+inline std::function<void()> body;
+
+inline int warp() { return current->index / 32; }
+
+inline void run_on(Thread& thread) {
+  current = &thread;
+  if (_setjmp(scheduler)) return;
+  if (thread.has_begun) _longjmp(thread.place, 1);
+  thread.has_begun = true;
+  setcontext(&thread.context);
+}
+inline void pause() {
+  if (!_setjmp(current->place)) _longjmp(scheduler, 1);
+}
+
+template <class IsOver>
+inline void wait(const char* what, IsOver is_over) {
+  if (is_over() && chance() % 4 != 0) return;
+  current->waits_for = what;
+  current->is_over = is_over;
+  pause();
+  current->waits_for = nullptr;
+}
+
+// Groups of `size` threads that do something together: the last to come runs `act` on what all have brought.
+struct Meeting {
+  int here = 0;
+  uint64_t number = 0;
+  const char* what = nullptr;
+  std::vector<void*> brought;
+};
+inline std::map<std::pair<int, int>, Meeting> meetings;
+
+template <class Brought, class Act>
+inline void together(int size, const char* what, Brought& brought, Act act) {
+  Meeting& meeting = meetings[{size, current->index / size}];
+  meeting.brought.resize(size);
+  if (meeting.here == 0) meeting.what = what;
+  if (std::strcmp(meeting.what, what) != 0)
+    fault("thread %d does %s where others of its group do %s", current->index, what, meeting.what);
+  meeting.brought[current->index % size] = &brought;
+  const uint64_t number = meeting.number;
+  if (++meeting.here < size) {
+    wait(what, [&meeting, number] { return meeting.number != number; });
+    return;
+  }
+  std::vector<Brought*> all;
+  for (void* one : meeting.brought) all.push_back(static_cast<Brought*>(one));
+  act(all);
+  meeting.here = 0;
+  ++meeting.number;
+}
+
+// ---- shared memory ----------------------------------------------------------------------------------
+
+constexpr uint32_t SHARED_BASE = 0x400;  // of its addresses; nothing should count on 0
+constexpr size_t SHARED_SIZE = 227 << 10;
+inline unsigned char* shared;  // of the kernel that runs
+inline size_t shared_bytes;    // of a block
+
+inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - shared) + SHARED_BASE;
+}
+inline unsigned char* at(uint32_t address, size_t bytes) {
+  static unsigned char nowhere[1 << 16];
+  if (address >= SHARED_BASE && address - SHARED_BASE + bytes <= shared_bytes) return shared + (address - SHARED_BASE);
+  fault("%zu bytes at %#x of shared memory: a block has %#zx", bytes, address, shared_bytes);
+  return nowhere;
+}
+
+// Who has used 16 bytes since which barrier. Warps run in step, so only others count.
+struct Chunk {
+  static constexpr int NOBODY = -1, SEVERAL = -2;
+  uint32_t written = 0, read = 0;  // since the barrier of this number
+  int writer = NOBODY, reader = NOBODY;
+  int copies = 0;  // under way
+};
+inline Chunk chunks[SHARED_SIZE / 16];
+inline uint32_t barriers;  // of all threads of the block, so far
+
+inline Chunk& chunk_of(uint32_t address) { return chunks[(address - SHARED_BASE) / 16 % (SHARED_SIZE / 16)]; }
+
+inline void note_read(uint32_t address) {
+  Chunk& chunk = chunk_of(address);
+  if (chunk.copies > 0) fault("warp %d reads %#x, to which a copy is under way", warp(), address);
+  if (chunk.writer != Chunk::NOBODY && chunk.writer != warp() && chunk.written == barriers)
+    fault("warp %d reads %#x, which warp %d has written since the last barrier", warp(), address, chunk.writer);
+  const bool is_first = chunk.reader == Chunk::NOBODY || chunk.read != barriers;
+  chunk.reader = is_first || chunk.reader == warp() ? warp() : Chunk::SEVERAL;
+  chunk.read = barriers;
+}
+inline void note_write(uint32_t address) {
+  Chunk& chunk = chunk_of(address);
+  if (chunk.reader != Chunk::NOBODY && chunk.reader != warp() && chunk.read == barriers)
+    fault("warp %d writes %#x, which another has read since the last barrier", warp(), address);
+  if (chunk.writer != Chunk::NOBODY && chunk.writer != warp() && chunk.written == barriers)
+    fault("warp %d writes %#x, as warp %d has since the last barrier", warp(), address, chunk.writer);
+  chunk.writer = warp();
+  chunk.written = barriers;
+}
+
+// What a block leaves behind that the next one must not find.
+inline std::vector<std::function<void()>> resets;
+
+inline void barrier() {
+  char nothing = 0;
+  together(static_cast<int>(threads.size()), "__syncthreads", nothing, [](auto&) { ++barriers; });
+}
+
+// ---- running ----------------------------------------------------------------------------------------
+
+inline void begin_thread() {
+  body();
+  current->is_done = true;
+  pause();
+}
+
+[[noreturn]] inline void hang() {
+  std::map<std::string, int> waiting;
+  for (const Thread& thread : threads)
+    if (!thread.is_done) ++waiting["of warp " + std::to_string(thread.index / 32) + " wait for " + thread.waits_for];
+  fault("block %u hangs", block.x);
+  for (const auto& [what, count] : waiting) std::printf("  %d threads %s\n", count, what.c_str());
+  std::exit(1);
+}
+
+inline void run_block(int block_threads) {
+  constexpr size_t STACK_BYTES = 256 << 10;
+  static std::vector<void*> stacks;
+  while (stacks.size() < static_cast<size_t>(block_threads))
+    stacks.push_back(mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  threads.assign(block_threads, Thread());
+  for (int i = 0; i < block_threads; ++i) {
+    Thread& thread = threads[i];
+    thread.index = i;
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = stacks[i];
+    thread.context.uc_stack.ss_size = STACK_BYTES;
+    thread.context.uc_link = nullptr;
+    makecontext(&thread.context, begin_thread, 0);
+  }
+  meetings.clear();
+  for (const auto& reset : resets) reset();
+  std::memset(shared, 0xff, SHARED_SIZE);  // NaN
+  for (Chunk& chunk : chunks) chunk = Chunk();
+
+  int rest[32] = {};  // rounds that a warp does not run
+  for (bool is_over = false; !is_over;) {
+    is_over = true;
+    bool any_ran = false, any_rests = false;
+    for (int& rounds : rest) rounds -= rounds > 0;
+    if (timing != Timing::AT_ONCE && chance() % 8 == 0) rest[chance() % (block_threads / 32)] = chance() % 64;
+    const int first = chance() % block_threads;
+    for (int i = 0; i < block_threads; ++i) {
+      Thread& thread = threads[(first + i) % block_threads];
+      if (thread.is_done) continue;
+      is_over = false;
+      if (rest[thread.index / 32] > 0) {
+        any_rests = true;
+      } else if (!thread.waits_for || thread.is_over()) {
+        any_ran = true;
+        run_on(thread);
+      }
+    }
+    if (!is_over && !any_ran && !any_rests) hang();
+  }
+}
+
+template <class Params>
+inline void run(void (*kernel)(Params), unsigned blocks, int block_threads, size_t bytes, const Params& params,
+                unsigned char* memory) {
+  shared = memory;
+  shared_bytes = bytes;
+  grid = {blocks, 1, 1};
+  body = [&] { kernel(params); };
+  for (block = {}; block.x < blocks; ++block.x) run_block(block_threads);
+}
+
+// ---- 16-bit elements --------------------------------------------------------------------------------
+
+inline float to_float(uint16_t bits, bool is_bf16) {
+  if (!is_bf16) {
+    _Float16 half;
+    std::memcpy(&half, &bits, 2);
+    return static_cast<float>(half);
+  }
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float x;
+  std::memcpy(&x, &wide, 4);
+  return x;
+}
+inline uint16_t to_bits(float x, bool is_bf16) {
+  uint16_t bits;
+  if (!is_bf16) {
+    const _Float16 half = static_cast<_Float16>(x);
+    std::memcpy(&bits, &half, 2);
+    return bits;
+  }
+  uint32_t wide;
+  std::memcpy(&wide, &x, 4);
+  if (x != x) return 0x7fff;
+  return static_cast<uint16_t>((wide + 0x7fff + (wide >> 16 & 1)) >> 16);
+}
+
+}  // namespace machine
