@@ -143,12 +143,6 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     const auto stage = [&](uint32_t number) { return number % 2; };
     const auto phase = [&](uint32_t number) { return number / 2 % 2; };
 
-    // For the first step's product of the last step's dscores.
-    for (int i = threadIdx.x % (WARPGROUPS * WARPGROUP_THREADS); i < LayoutS::BYTES / 4; i += WARPGROUPS * WARPGROUP_THREADS)
-      reinterpret_cast<uint32_t*>(&shared.dscores[1])[i] = 0;
-    ptx::proxy_fence();
-    ptx::named_barrier_sync(1, WARPGROUPS * WARPGROUP_THREADS);  // the zeros are there for both warpgroups
-
     shared.keys.wait_full(0);
     const KeyOperand<Element, Tile::KEYS_IN_REGISTERS> rows_k(shared.k, warpgroup_key, threadIdx.x);
     const KeyOperand<Element, Tile::KEYS_IN_REGISTERS> rows_v(shared.v, warpgroup_key, threadIdx.x);
@@ -228,7 +222,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       ptx::hold(acc_dv);
       ptx::wgmma_fence();
       begin_sum<Element>(acc_dv, weights, shared.stages[now].dout);
-      begin_dq_of(number - 1, acc_dq);  // in the first step of zeros, and added nowhere
+      begin_dq_of(number - 1, acc_dq);  // in the first step of what lies there, and added nowhere
       ptx::wgmma_wait<1>();  // dprobs, dv
       ptx::hold(dprobs);
       ptx::hold(acc_dv);

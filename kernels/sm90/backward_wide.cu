@@ -122,11 +122,6 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     const auto stage = [](uint32_t number) { return number % 2; };
     const auto phase = [](uint32_t number) { return number / 2 % 2; };
 
-    // For the first step's product of the last step's dscores.
-    for (int i = threadIdx.x % (WARPGROUPS * WARPGROUP_THREADS); i < LayoutS::BYTES / 4; i += WARPGROUPS * WARPGROUP_THREADS)
-      reinterpret_cast<uint32_t*>(&shared.dscores[1])[i] = 0;
-    ptx::proxy_fence();
-    ptx::named_barrier_sync(1, WARPGROUPS * WARPGROUP_THREADS);  // the zeros are there for both warpgroups
     shared.keys.wait_full(0);
 
     const auto add_dq_of = [&](BackwardStep step, float(&acc_dq)[1][COL_TILES][4]) {
@@ -194,7 +189,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       }
       share(shared.probs[now], shared.probs_full[now], probs);
 
-      // In the first step of zeros, and added nowhere.
+      // In the first step of what lies there, and added nowhere.
       ptx::mbarrier_wait(smem_address(&shared.dscores_full[now ^ 1]), phase(number - 1));
       ptx::wgmma_fence();
       begin_dq<Element>(acc_dq, shared.dscores[now ^ 1], shared.k, warpgroup);
