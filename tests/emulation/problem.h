@@ -194,6 +194,8 @@ inline std::vector<Shape> shapes(int head_dim, bool is_plain) {
       {1, 17, 0, 1, 1, head_dim},
       {1, 0, 17, 1, 1, head_dim},
       {1, 300, 400, 1, 1, head_dim, 40, 20},
+      {1, 70, 900, 1, 1, head_dim},
+      {3, 140, 300, 2, 1, head_dim},  // more pieces of work than multiprocessors
   };
   if (!is_plain) {
     shapes.push_back({1, 70, 150, 2, 1, head_dim, all, all, true, 3.f});
