@@ -106,7 +106,7 @@ pub fn flash_attn(
 /// # Errors
 ///
 /// Checked in this order, before any work is done: rank, shapes that do not match, head counts that do
-/// not divide, `head_dim` 0, dtypes that differ, devices that differ, a device, dtype or head_dim
+/// not divide, `head_dim` 0, tensors of 2^44 numbers or more, dtypes that differ, devices that differ, a device, dtype or head_dim
 /// without a kernel ([`is_supported`]), a `softmax_scale` that is not finite or above 1e30, a `softcap`
 /// that is not finite and positive or so small that `softmax_scale / softcap` is above 1e30,
 /// `alibi_slopes` of another dtype, device or shape or, on the CPU, with a value that is not finite or above

@@ -9,6 +9,10 @@ use crate::mask::Mask;
 /// The largest factor that is taken: its products with numbers of any usual size stay in f32's range.
 const LARGEST_FACTOR: f32 = 1e30;
 
+/// Numbers in a tensor from which it is refused. With a workspace of at most 2^19 bytes for each number, padding and
+/// parts included, the size of every buffer fits 63 bits. Only expanded tensors can be so large.
+const TOO_MANY_NUMBERS: u128 = 1 << 44;
+
 /// One attention problem whose inputs have been checked against each other.
 #[derive(Debug, Clone)]
 pub(crate) struct AttnParams {
@@ -94,6 +98,15 @@ impl AttnParams {
         }
         if head_dim == 0 {
             bail!("flash_attn: head_dim must be at least 1, got 0");
+        }
+        for (name, tensor) in [("q", q), ("k", k)] {
+            let numbers: u128 = tensor.dims().iter().map(|&dim| dim as u128).product();
+            if numbers >= TOO_MANY_NUMBERS {
+                bail!(
+                    "flash_attn: {name} must have fewer than 2^44 numbers, got shape {:?}",
+                    tensor.dims()
+                );
+            }
         }
         if q.dtype() != k.dtype() || q.dtype() != v.dtype() {
             bail!(

@@ -355,6 +355,30 @@ fn shapes_that_do_not_match_are_refused() -> Result<()> {
     check_all(SHAPES)
 }
 
+/// Of one number, expanded: none of them takes memory, but results and workspaces would.
+#[test]
+fn tensors_of_more_numbers_than_buffers_can_have_are_refused() -> Result<()> {
+    for_each_device(|device| {
+        let one = Tensor::zeros((1, 1, 1, 8), DType::BF16, device)?;
+        let expanded = |dims: [usize; 4]| one.expand(&dims);
+        let most = [1 << 10, 1 << 21, 1 << 10, 8];
+        for (name, q, k) in [
+            ("q", most, [1 << 10, 1, 1 << 10, 8]),
+            ("k", [1 << 10, 1, 1 << 10, 8], most),
+        ] {
+            let (q, k) = (expanded(q)?, expanded(k)?);
+            let error = flash_attn_with(&q, &k, &k, &AttnOptions::default()).unwrap_err();
+            let message = error.to_string();
+            let expected = format!("{name} must have fewer than 2^44 numbers, got shape");
+            ensure!(
+                message.contains(&expected) && message.contains("2097152"),
+                "{message}"
+            );
+        }
+        Ok(())
+    })
+}
+
 #[test]
 fn dtypes_that_differ_or_have_no_kernel_are_refused() -> Result<()> {
     check_all(DTYPES)
