@@ -9,8 +9,9 @@ struct BackwardStep {
 
 // The piece of work of a block. Key tiles from the first on: with a causal mask those are seen by the most
 // rows. `heads_together` pieces of the same tile at a time, so that their q, dout and dq stay in L2.
-template <int TILE_M, int TILE_N>
+template <int TILE_M_, int TILE_N_>
 struct BackwardWork {
+  static constexpr int TILE_M = TILE_M_, TILE_N = TILE_N_;
   int batch, kv_head, part, n_tile;
   int first_head, end_head;  // of the part; none, if no row sees a key of the tile
   TileRange m_tiles;         // the query tiles that see one

@@ -14,28 +14,25 @@
 // one, so that the exponentials and what makes dscores of dprobs have products beside them. A warpgroup issues
 //   scores, dprobs | exponentials | dv, dq of the last step | dscores | dk | the addition to dq
 // and waits, at each bar, only for what it needs next: there are always products under way.
+#include <type_traits>
+
 #include "../common/softmax.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/proxy_fence.cuh"
-#include "../ptx/setmaxnreg.cuh"
 #include "../ptx/stmatrix.cuh"
 #include "../ptx/wgmma.cuh"
 #include "backward_steps.cuh"
-#include "store.cuh"
-#include "tile.cuh"
 
 namespace {
 
 // ---- constants --------------------------------------------------------------------------------------
 
 using Tile = BackwardTile<HEAD_DIM>;
-constexpr int WARPGROUPS = 2, WARPGROUP_KEYS = 64;
-constexpr int THREADS = WARPGROUP_THREADS * (1 + WARPGROUPS);
+constexpr int WARPGROUPS = BACKWARD_WARPGROUPS, WARPGROUP_KEYS = 64;
 constexpr int TILE_M = Tile::TILE_M, TILE_N = WARPGROUPS * WARPGROUP_KEYS;
 constexpr int HEAD_BLOCKS = HEAD_DIM / 16, HEAD_TILES = HEAD_DIM / 8;
 constexpr int ROW_BLOCKS = TILE_M / 16, ROW_TILES = TILE_M / 8;
 constexpr int DQ_COLS = 64;  // that a warpgroup computes
-constexpr int LOAD_REGISTERS = 24, REGISTERS = 240;
 static_assert(TILE_M == 64 && ROW_PADDING % TILE_M == 0 && ROW_PADDING % TILE_N == 0);
 static_assert(HEAD_DIM <= (Tile::DQ_IN_TURNS ? DQ_COLS : WARPGROUPS * DQ_COLS));
 
@@ -49,7 +46,7 @@ struct SharedStorage {
   SwizzledTile<LayoutS> dscores[2];  // transposed
   QueryStage<LayoutQ> stages[2];
   Handover keys;
-  uint64_t dscores_full[2];  // an arrival of each warp
+  uint64_t full[2];  // of dscores
   Work work;
 };
 static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
@@ -153,7 +150,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     const auto begin_dq_of = [&](uint32_t number, float(&acc_dq)[1][DQ_COLS / 8][4]) {
       // dscores of both warpgroups are there. Both have finished with those of the step before: they arrive after
       // that.
-      ptx::mbarrier_wait(smem_address(&shared.dscores_full[stage(number)]), phase(number));
+      ptx::mbarrier_wait(smem_address(&shared.full[stage(number)]), phase(number));
       if (has_dq(number)) {
         ptx::wgmma_fence();
         begin_dq<Element>(acc_dq, shared.dscores[stage(number)], shared.k, dq_col);
@@ -163,28 +160,17 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     const auto add_dq_of = [&](uint32_t number, BackwardStep step, float(&acc_dq)[1][DQ_COLS / 8][4]) {
       if (!has_dq(number)) return;
       ptx::hold(acc_dq);
-      const int first_row = step.m_tile * TILE_M;
-      const int64_t batch_head = static_cast<int64_t>(work.batch) * p.num_heads + step.head;
-      const int padded_q = padded_rows(p.seqlen_q);
-      const auto counter = [&] {
-        constexpr int COUNTERS = Tile::DQ_IN_TURNS ? 1 : WARPGROUPS;
-        const int64_t m_tile = (static_cast<int64_t>(work.batch) * p.num_heads + ptx::recomputed(step.head)) *
-                                   (padded_rows(p.seqlen_q) / TILE_M) + step.m_tile;
-        return params.dq_turn + m_tile * COUNTERS + dq_col / DQ_COLS;
-      };
-      const auto turn = [&] {
-        return work.n_tile - max(mask.first_key(ptx::recomputed(step.m_tile) * TILE_M), 0) / TILE_N;
-      };
-      if constexpr (IN_ORDER) wait_for_turn(counter(), turn(), warpgroup);
-      float* piece = params.dq_acc + batch_head * padded_q * HEAD_DIM +
-                     AccLayout::piece(first_row + warp_row(), dq_col, HEAD_DIM);
+      constexpr int COUNTERS = Tile::DQ_IN_TURNS ? 1 : WARPGROUPS;
       constexpr int LAST_COLS = HEAD_DIM % DQ_COLS;  // of the second warpgroup, if it has fewer
+      const auto add = [&](auto tiles) {
+        add_dq<Work, COUNTERS, IN_ORDER, decltype(tiles)::value>(params, mask, work, step, warpgroup, dq_col / DQ_COLS,
+                                                                 warp_row(), dq_col, acc_dq, lane_index());
+      };
       if (LAST_COLS == 0 || warpgroup == 0) {
-        add_to_pieces<HEAD_DIM, DQ_COLS / 8>(piece, acc_dq, lane_index());
+        add(std::integral_constant<int, DQ_COLS / 8>());
       } else {
-        add_to_pieces<HEAD_DIM, LAST_COLS / 8>(piece, acc_dq, lane_index());
+        add(std::integral_constant<int, LAST_COLS / 8>());
       }
-      if constexpr (IN_ORDER) pass_turn(counter(), turn(), warpgroup);
     };
 
     // A step, and dq of the last one.
@@ -252,7 +238,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       // For the other warpgroup's product dq. It also says that this one has finished with the last step's dscores.
       ptx::proxy_fence();
       __syncwarp();
-      if (lane_index() == 0) ptx::mbarrier_arrive(smem_address(&shared.dscores_full[now]));
+      if (lane_index() == 0) ptx::mbarrier_arrive(smem_address(&shared.full[now]));
       ++number;
     };
 
@@ -267,23 +253,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     add_dq_of(number - 1, {work.end_head - 1, work.m_tiles.end - 1}, acc_dq);
   }
 
-  const int lane = lane_index(), first_key = work.n_tile * TILE_N, warp_key = warpgroup_key + warp_row();
-  const int kv_heads = p.num_heads / p.group_size;
-  if (params.group_parts > 1) {
-    const int64_t head_of_part = (static_cast<int64_t>(work.part) * p.batch + work.batch) * kv_heads + work.kv_head;
-    const int64_t piece = head_of_part * padded_rows(p.seqlen_k) * HEAD_DIM +
-                          AccLayout::piece(first_key + warp_key, 0, HEAD_DIM);
-    store_pieces<HEAD_DIM>(params.dk_acc + piece, acc_dk, lane);
-    store_pieces<HEAD_DIM>(params.dv_acc + piece, acc_dv, lane);
-    return;
-  }
-  scale(acc_dk, p.softmax_scale);
-  const int64_t head = contiguous_offset(work.batch, p.seqlen_k, kv_heads, p.head_dim, 0, work.kv_head);
-  const int64_t row_stride = static_cast<int64_t>(kv_heads) * p.head_dim;
-  store_rows<Element>(acc_dk, static_cast<uint16_t*>(params.dk) + head, row_stride, first_key + warp_key, p.seqlen_k,
-                      p.head_dim, lane);
-  store_rows<Element>(acc_dv, static_cast<uint16_t*>(params.dv) + head, row_stride, first_key + warp_key, p.seqlen_k,
-                      p.head_dim, lane);
+  store_dk_dv<Element>(params, work, warpgroup_key + warp_row(), 0, acc_dk, acc_dv, lane_index());
 }
 
 #endif
@@ -291,29 +261,14 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 // ---- kernel -----------------------------------------------------------------------------------------
 
 template <class Element, bool IN_ORDER>
-__global__ void __launch_bounds__(THREADS, 1) backward_kernel(const __grid_constant__ BackwardArguments arguments) {
+__global__ void __launch_bounds__(BACKWARD_THREADS, 1) backward_kernel(const __grid_constant__ BackwardArguments arguments) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
 
-  if (threadIdx.x == 0) {
-    shared.work = Work(arguments.params);
-    shared.keys.init(WARPGROUPS);
-    for (QueryStage<LayoutQ>& stage : shared.stages) stage.handover.init(WARPGROUPS);
-    for (uint64_t& barrier : shared.dscores_full)
-      ptx::mbarrier_init(smem_address(&barrier), WARPGROUPS * WARPGROUP_THREADS / 32);
-    ptx::mbarrier_init_fence();
-  }
-  __syncthreads();  // the work and the barriers are there for all
-
-  const int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
-  if (warpgroup == 0) {
-    ptx::release_registers<LOAD_REGISTERS>();
-    if (threadIdx.x == 0) load_steps<LayoutQ, LayoutKV>(arguments, shared);
-  } else {
-    ptx::acquire_registers<REGISTERS>();
-    compute<Element, IN_ORDER>(arguments, shared, warpgroup - 1);
-  }
+  run_roles<LayoutQ, LayoutKV>(arguments, shared, [&](int warpgroup) {
+    compute<Element, IN_ORDER>(arguments, shared, warpgroup);
+  });
 #else
   __trap();  // the code for other targets is never launched
 #endif
@@ -325,7 +280,7 @@ cudaError_t launch_kernel(const BwdParams* params, cudaStream_t stream) {
   BackwardArguments arguments;
   const cudaError_t status = backward_arguments<LayoutQ, LayoutKV>(*params, &arguments);
   if (status != cudaSuccess) return status;
-  return launch(BACKWARD_KERNEL_FOR(backward_kernel, *params), backward_blocks<TILE_N>(*params), THREADS,
+  return launch(BACKWARD_KERNEL_FOR(backward_kernel, *params), backward_blocks<TILE_N>(*params), BACKWARD_THREADS,
                 sizeof(SharedStorage), arguments, stream);
 }
 
@@ -333,5 +288,5 @@ cudaError_t launch_kernel(const BwdParams* params, cudaStream_t stream) {
 
 extern "C" {
 extern const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_sm90);
-const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_sm90) = {launch_kernel, sizeof(SharedStorage), THREADS, 1, TILE_M, TILE_N};
+const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_sm90) = {launch_kernel, sizeof(SharedStorage), BACKWARD_THREADS, 1, TILE_M, TILE_N};
 }

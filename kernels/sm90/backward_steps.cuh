@@ -1,4 +1,4 @@
-// What the backward kernels share: what is read, the order of additions to dq, and the launch.
+// What the backward kernels share: who does what, what is read, where dq is added, how dk and dv end, and the launch.
 #pragma once
 #include "../common/accumulator.cuh"
 #include "../common/backward_work.cuh"
@@ -6,9 +6,14 @@
 #include "../launch.cuh"
 #include "../ptx/named_barrier.cuh"
 #include "../ptx/ordered.cuh"
+#include "../ptx/setmaxnreg.cuh"
 #include "pipeline.cuh"
+#include "store.cuh"
+#include "tile.cuh"
 
 constexpr int WARPGROUP_THREADS = 128;
+constexpr int BACKWARD_WARPGROUPS = 2;  // that compute
+constexpr int BACKWARD_THREADS = WARPGROUP_THREADS * (1 + BACKWARD_WARPGROUPS);
 
 struct BackwardArguments {
   BwdParams params;
@@ -73,6 +78,79 @@ __device__ __forceinline__ void pass_turn(int32_t* counter, int turn, int warpgr
   __threadfence();
   ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);  // all additions of the warpgroup are made
   if (threadIdx.x % WARPGROUP_THREADS == 0) ptx::store_release(counter, turn + 1);
+}
+
+// Adds a warp's part of a tile of dq, USED_TILES accumulators from (warp_row, col) of the step's tile on; IN_ORDER in
+// turn, by counter number `counter` of the COUNTERS that each tile has.
+template <class Work, int COUNTERS, bool IN_ORDER, int USED_TILES, int N_TILES>
+__device__ __forceinline__ void add_dq(const BwdParams& params, const Mask& mask, const volatile Work& work,
+                                       BackwardStep step, int warpgroup, int counter, int warp_row, int col,
+                                       const float (&acc)[1][N_TILES][4], int lane) {
+  const AttnProblem& p = params.problem;
+  // Computed at each use: over the additions they would take the registers of accumulators.
+  const auto batch_head = [&] { return static_cast<int64_t>(work.batch) * p.num_heads + ptx::recomputed(step.head); };
+  const auto turn_counter = [&] {
+    const int m_tiles = padded_rows(p.seqlen_q) / Work::TILE_M;
+    return params.dq_turn + (batch_head() * m_tiles + step.m_tile) * COUNTERS + counter;
+  };
+  const auto turn = [&] {
+    const int first_row = ptx::recomputed(step.m_tile) * Work::TILE_M;
+    return work.n_tile - max(mask.first_key(first_row), 0) / Work::TILE_N;
+  };
+  if constexpr (IN_ORDER) wait_for_turn(turn_counter(), turn(), warpgroup);
+  float* piece = params.dq_acc + batch_head() * padded_rows(p.seqlen_q) * HEAD_DIM +
+                 AccLayout::piece(step.m_tile * Work::TILE_M + warp_row, col, HEAD_DIM);
+  add_to_pieces<HEAD_DIM, USED_TILES>(piece, acc, lane);
+  if constexpr (IN_ORDER) pass_turn(turn_counter(), turn(), warpgroup);
+}
+
+// Writes a warp's part of dk and dv, from (row, col) of the block's keys on: sums of a part of the group, or the
+// results.
+template <class Element, class Work, int N_TILES>
+__device__ __forceinline__ void store_dk_dv(const BwdParams& params, const volatile Work& work, int row, int col,
+                                            float (&acc_dk)[1][N_TILES][4], const float (&acc_dv)[1][N_TILES][4],
+                                            int lane) {
+  const AttnProblem& p = params.problem;
+  const int kv_heads = p.num_heads / p.group_size, first_key = work.n_tile * Work::TILE_N + row;
+  if (params.group_parts > 1) {
+    const int64_t head_of_part = (static_cast<int64_t>(work.part) * p.batch + work.batch) * kv_heads + work.kv_head;
+    const int64_t piece =
+        head_of_part * padded_rows(p.seqlen_k) * HEAD_DIM + AccLayout::piece(first_key, col, HEAD_DIM);
+    store_pieces<HEAD_DIM>(params.dk_acc + piece, acc_dk, lane);
+    store_pieces<HEAD_DIM>(params.dv_acc + piece, acc_dv, lane);
+    return;
+  }
+  scale(acc_dk, p.softmax_scale);
+  const int64_t head = contiguous_offset(work.batch, p.seqlen_k, kv_heads, p.head_dim, 0, work.kv_head) + col;
+  const int64_t row_stride = static_cast<int64_t>(kv_heads) * p.head_dim;
+  store_rows<Element>(acc_dk, static_cast<uint16_t*>(params.dk) + head, row_stride, first_key, p.seqlen_k,
+                      p.head_dim - col, lane);
+  store_rows<Element>(acc_dv, static_cast<uint16_t*>(params.dv) + head, row_stride, first_key, p.seqlen_k,
+                      p.head_dim - col, lane);
+}
+
+// The roles of a block: a thread of the first warpgroup loads, the others `compute(warpgroup)`.
+template <class LayoutQ, class LayoutKV, class SharedStorage, class Compute>
+__device__ __forceinline__ void run_roles(const BackwardArguments& arguments, SharedStorage& shared,
+                                          const Compute& compute) {
+  if (threadIdx.x == 0) {
+    shared.work = decltype(shared.work)(arguments.params);
+    shared.keys.init(BACKWARD_WARPGROUPS);
+    for (QueryStage<LayoutQ>& stage : shared.stages) stage.handover.init(BACKWARD_WARPGROUPS);
+    // Of tiles that both warpgroups write: an arrival of each warp.
+    for (uint64_t& barrier : shared.full) ptx::mbarrier_init(smem_address(&barrier), BACKWARD_WARPGROUPS * 4);
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();  // the work and the barriers are there for all
+
+  const int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
+  if (warpgroup == 0) {
+    ptx::release_registers<24>();
+    if (threadIdx.x == 0) load_steps<LayoutQ, LayoutKV>(arguments, shared);
+  } else {
+    ptx::acquire_registers<240>();
+    compute(warpgroup - 1);
+  }
 }
 
 #endif

@@ -12,24 +12,19 @@
 // and waits, at each bar, only for what it needs next.
 #include "../common/softmax.cuh"
 #include "../ptx/proxy_fence.cuh"
-#include "../ptx/setmaxnreg.cuh"
 #include "../ptx/stmatrix.cuh"
 #include "../ptx/wgmma.cuh"
 #include "backward_steps.cuh"
-#include "store.cuh"
-#include "tile.cuh"
 
 namespace {
 
 // ---- constants --------------------------------------------------------------------------------------
 
-constexpr int WARPGROUPS = 2;
-constexpr int THREADS = WARPGROUP_THREADS * (1 + WARPGROUPS);
+constexpr int WARPGROUPS = BACKWARD_WARPGROUPS;
 constexpr int TILE_M = 64, TILE_N = 64;
 constexpr int ROWS = TILE_M / WARPGROUPS, COLS = HEAD_DIM / WARPGROUPS;  // of a warpgroup
 constexpr int HEAD_BLOCKS = HEAD_DIM / 16, COL_TILES = COLS / 8;
 constexpr int ROW_BLOCKS = ROWS / 16, ROW_TILES = ROWS / 8;
-constexpr int LOAD_REGISTERS = 24, REGISTERS = 240;
 static_assert(ROW_PADDING % TILE_M == 0 && ROW_PADDING % TILE_N == 0);
 
 constexpr int PANEL_COLS = COLS % 64 == 0 ? 64 : 32;  // a warpgroup's columns are whole panels
@@ -44,7 +39,7 @@ struct SharedStorage {
   SwizzledTile<LayoutS> probs[2], dscores[2];  // transposed
   QueryStage<LayoutQ> stages[2];
   Handover keys;
-  uint64_t probs_full[2], dscores_full[2];  // an arrival of each warp
+  uint64_t full[4];  // of probs, of dscores
   Work work;
 };
 static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
@@ -126,21 +121,8 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 
     const auto add_dq_of = [&](BackwardStep step, float(&acc_dq)[1][COL_TILES][4]) {
       ptx::hold(acc_dq);
-      const int first_row = step.m_tile * TILE_M;
-      const int64_t batch_head = static_cast<int64_t>(work.batch) * p.num_heads + step.head;
-      const auto counter = [&] {
-        const int64_t m_tile = (static_cast<int64_t>(work.batch) * p.num_heads + ptx::recomputed(step.head)) *
-                                   (padded_rows(p.seqlen_q) / TILE_M) + step.m_tile;
-        return params.dq_turn + m_tile * WARPGROUPS + warpgroup;
-      };
-      const auto turn = [&] {
-        return work.n_tile - max(mask.first_key(ptx::recomputed(step.m_tile) * TILE_M), 0) / TILE_N;
-      };
-      if constexpr (IN_ORDER) wait_for_turn(counter(), turn(), warpgroup);
-      add_to_pieces<HEAD_DIM, COL_TILES>(params.dq_acc + batch_head * padded_rows(p.seqlen_q) * HEAD_DIM +
-                                             AccLayout::piece(first_row + warp_row(), warpgroup * COLS, HEAD_DIM),
-                                         acc_dq, lane_index());
-      if constexpr (IN_ORDER) pass_turn(counter(), turn(), warpgroup);
+      add_dq<Work, WARPGROUPS, IN_ORDER, COL_TILES>(params, mask, work, step, warpgroup, warpgroup, warp_row(),
+                                                    warpgroup * COLS, acc_dq, lane_index());
     };
     // Writes this warp's part of probs or dscores, for the products of both warpgroups.
     const auto share = [&](SwizzledTile<LayoutS>& tile, uint64_t& full, const uint32_t(&packed)[ROW_BLOCKS][4]) {
@@ -187,13 +169,13 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
           probs[j / 2][j % 2 * 2 + half] = pack<Element>(ptx::exp2(scores[0][j][2 * half] * scale_log2 - lse.x),
                                                          ptx::exp2(scores[0][j][2 * half + 1] * scale_log2 - lse.y));
       }
-      share(shared.probs[now], shared.probs_full[now], probs);
+      share(shared.probs[now], shared.full[now], probs);
 
       // In the first step of what lies there, and added nowhere.
-      ptx::mbarrier_wait(smem_address(&shared.dscores_full[now ^ 1]), phase(number - 1));
+      ptx::mbarrier_wait(smem_address(&shared.full[2 + (now ^ 1)]), phase(number - 1));
       ptx::wgmma_fence();
       begin_dq<Element>(acc_dq, shared.dscores[now ^ 1], shared.k, warpgroup);
-      ptx::mbarrier_wait(smem_address(&shared.probs_full[now]), phase(number));
+      ptx::mbarrier_wait(smem_address(&shared.full[now]), phase(number));
       ptx::hold(acc_dv);
       ptx::wgmma_fence();
       begin_sum<Element>(acc_dv, shared.probs[now], shared.stages[now].dout, warpgroup);
@@ -211,11 +193,11 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
                                                            prob.y * (dprobs[0][j][2 * half + 1] - delta.y));
         }
       }
-      share(shared.dscores[now], shared.dscores_full[now], dscores);
+      share(shared.dscores[now], shared.full[2 + now], dscores);
 
       ptx::wgmma_wait<1>();  // dq of the last step
       if (!is_first) add_dq_of(last_step, acc_dq);
-      ptx::mbarrier_wait(smem_address(&shared.dscores_full[now]), phase(number));
+      ptx::mbarrier_wait(smem_address(&shared.full[2 + now]), phase(number));
       ptx::hold(acc_dk);
       ptx::wgmma_fence();
       begin_sum<Element>(acc_dk, shared.dscores[now], shared.stages[now].q, warpgroup);
@@ -234,23 +216,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     add_dq_of({work.end_head - 1, work.m_tiles.end - 1}, acc_dq);
   }
 
-  const int lane = lane_index(), first_key = work.n_tile * TILE_N + warp_row(), first_col = warpgroup * COLS;
-  const int kv_heads = p.num_heads / p.group_size;
-  if (params.group_parts > 1) {
-    const int64_t head_of_part = (static_cast<int64_t>(work.part) * p.batch + work.batch) * kv_heads + work.kv_head;
-    const int64_t piece = head_of_part * padded_rows(p.seqlen_k) * HEAD_DIM +
-                          AccLayout::piece(first_key, first_col, HEAD_DIM);
-    store_pieces<HEAD_DIM>(params.dk_acc + piece, acc_dk, lane);
-    store_pieces<HEAD_DIM>(params.dv_acc + piece, acc_dv, lane);
-    return;
-  }
-  scale(acc_dk, p.softmax_scale);
-  const int64_t head = contiguous_offset(work.batch, p.seqlen_k, kv_heads, p.head_dim, 0, work.kv_head) + first_col;
-  const int64_t row_stride = static_cast<int64_t>(kv_heads) * p.head_dim;
-  store_rows<Element>(acc_dk, static_cast<uint16_t*>(params.dk) + head, row_stride, first_key, p.seqlen_k,
-                      p.head_dim - first_col, lane);
-  store_rows<Element>(acc_dv, static_cast<uint16_t*>(params.dv) + head, row_stride, first_key, p.seqlen_k,
-                      p.head_dim - first_col, lane);
+  store_dk_dv<Element>(params, work, warp_row(), warpgroup * COLS, acc_dk, acc_dv, lane_index());
 }
 
 #endif
@@ -258,31 +224,14 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 // ---- kernel -----------------------------------------------------------------------------------------
 
 template <class Element, bool IN_ORDER>
-__global__ void __launch_bounds__(THREADS, 1) backward_kernel(const __grid_constant__ BackwardArguments arguments) {
+__global__ void __launch_bounds__(BACKWARD_THREADS, 1) backward_kernel(const __grid_constant__ BackwardArguments arguments) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
 
-  if (threadIdx.x == 0) {
-    shared.work = Work(arguments.params);
-    shared.keys.init(WARPGROUPS);
-    for (QueryStage<LayoutQ>& stage : shared.stages) stage.handover.init(WARPGROUPS);
-    for (int stage = 0; stage < 2; ++stage) {
-      ptx::mbarrier_init(smem_address(&shared.probs_full[stage]), WARPGROUPS * WARPGROUP_THREADS / 32);
-      ptx::mbarrier_init(smem_address(&shared.dscores_full[stage]), WARPGROUPS * WARPGROUP_THREADS / 32);
-    }
-    ptx::mbarrier_init_fence();
-  }
-  __syncthreads();  // the work and the barriers are there for all
-
-  const int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
-  if (warpgroup == 0) {
-    ptx::release_registers<LOAD_REGISTERS>();
-    if (threadIdx.x == 0) load_steps<LayoutQ, LayoutKV>(arguments, shared);
-  } else {
-    ptx::acquire_registers<REGISTERS>();
-    compute<Element, IN_ORDER>(arguments, shared, warpgroup - 1);
-  }
+  run_roles<LayoutQ, LayoutKV>(arguments, shared, [&](int warpgroup) {
+    compute<Element, IN_ORDER>(arguments, shared, warpgroup);
+  });
 #else
   __trap();  // the code for other targets is never launched
 #endif
@@ -294,7 +243,7 @@ cudaError_t launch_kernel(const BwdParams* params, cudaStream_t stream) {
   BackwardArguments arguments;
   const cudaError_t status = backward_arguments<LayoutQ, LayoutKV>(*params, &arguments);
   if (status != cudaSuccess) return status;
-  return launch(BACKWARD_KERNEL_FOR(backward_kernel, *params), backward_blocks<TILE_N>(*params), THREADS,
+  return launch(BACKWARD_KERNEL_FOR(backward_kernel, *params), backward_blocks<TILE_N>(*params), BACKWARD_THREADS,
                 sizeof(SharedStorage), arguments, stream);
 }
 
@@ -302,5 +251,5 @@ cudaError_t launch_kernel(const BwdParams* params, cudaStream_t stream) {
 
 extern "C" {
 extern const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_wide_sm90);
-const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_wide_sm90) = {launch_kernel, sizeof(SharedStorage), THREADS, 1, TILE_M, TILE_N};
+const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_wide_sm90) = {launch_kernel, sizeof(SharedStorage), BACKWARD_THREADS, 1, TILE_M, TILE_N};
 }
