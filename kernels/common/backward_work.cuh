@@ -7,9 +7,9 @@ struct BackwardStep {
   int head, m_tile;
 };
 
-// The piece of work of a block. Key tiles from the first on: with a causal mask those are seen by the most
-// rows. `heads_together` pieces of the same tile at a time, so that their q, dout and dq stay in L2.
-template <int TILE_M_, int TILE_N_>
+// The piece of work of a block. Key tiles from the first on: with a causal mask those are seen by the most rows. But
+// FROM_LAST the other way round where there is a diagonal and dq is added in turn. `heads_together` pieces of the same tile at a time, so that their q, dout and dq stay in L2.
+template <int TILE_M_, int TILE_N_, bool FROM_LAST = false>
 struct BackwardWork {
   static constexpr int TILE_M = TILE_M_, TILE_N = TILE_N_;
   int batch, kv_head, part, n_tile;
@@ -30,6 +30,7 @@ struct BackwardWork {
     kv_head = piece / params.group_parts % kv_heads;
     batch = piece / params.group_parts / kv_heads;
     n_tile = rest / pieces;
+    if (FROM_LAST && params.dq_turn && p.window_right != MAX_WINDOW) n_tile = n_tiles - 1 - n_tile;
     m_tiles = query_tiles<TILE_M>(Mask(p), n_tile * TILE_N, min((n_tile + 1) * TILE_N, p.seqlen_k));
     first_head = kv_head * p.group_size + part * p.group_size / params.group_parts;
     end_head = kv_head * p.group_size + (part + 1) * p.group_size / params.group_parts;

@@ -14,6 +14,13 @@
 // one, so that the exponentials and what makes dscores of dprobs have products beside them. A warpgroup issues
 //   scores, dprobs | exponentials | dv, dq of the last step | dscores | dk | the addition to dq
 // and waits, at each bar, only for what it needs next: there are always products under way.
+//
+// Expected, cycles of a multiprocessor for a step of 64 rows x 128 keys (MMA 10 M N d / 4096, MUFU M N / 16, shared
+// memory: operands + dscores and fills at 128 bytes; additions to dq at 17 bytes, what red reaches):
+//   head_dim   MMA    MUFU   shared        dq     so, H200, 16384 keys, full / causal TFLOP/s
+//   64         1280   512    768 + 256     964    520 to 570 / 500 to 550
+//   128        2560   512    2048 + 384    1928   600 to 650 / 560 to 620
+// None of it is measured yet.
 #include <type_traits>
 
 #include "../common/softmax.cuh"
@@ -39,7 +46,7 @@ static_assert(HEAD_DIM <= (Tile::DQ_IN_TURNS ? DQ_COLS : WARPGROUPS * DQ_COLS));
 using LayoutQ = PanelLayout<TILE_M, HEAD_DIM>;
 using LayoutKV = PanelLayout<TILE_N, HEAD_DIM>;
 using LayoutS = PanelLayout<TILE_N, TILE_M>;
-using Work = BackwardWork<TILE_M, TILE_N>;
+using Work = BackwardWork<TILE_M, TILE_N, true>;
 
 struct SharedStorage {
   SwizzledTile<LayoutKV> k, v;

@@ -62,10 +62,21 @@ __device__ __forceinline__ void load_steps(const BackwardArguments& arguments, S
 }
 
 // The order of additions to dq, where their sum has to be the same bits on every run: the key tiles take turns at
-// each tile of dq, each warpgroup with its own counter. Blocks start in the order of their index and a tile waits
-// only for tiles before it, so the first of those that wait is always running.
+// each tile of dq. Blocks start in the order of their index and a tile waits only for tiles before it, so the first
+// of those that wait is always running.
+//
+// With a diagonal the last key tile comes first: it begins where the one before it comes two steps later, so that
+// they meet no tile of dq at the same time. In the other order each would first wait for all before it.
+// The place of key tile `n_tile` among those that add to the tile of dq from `first_row` on.
+template <int TILE_M, int TILE_N>
+__device__ __forceinline__ int dq_turn(const Mask& mask, int n_tile, int first_row) {
+  if (mask.right == MAX_WINDOW) return n_tile - max(mask.first_key(first_row), 0) / TILE_N;
+  return (mask.end_key(min(first_row + TILE_M, mask.seqlen_q) - 1) - 1) / TILE_N - n_tile;
+}
 
-// Waits until it is the turn of key tile `turn` to add to a tile of dq.
+// Each warpgroup takes its own turns.
+
+// Waits until it is turn `turn`.
 __device__ __forceinline__ void wait_for_turn(const int32_t* counter, int turn, int warpgroup) {
   if (threadIdx.x % WARPGROUP_THREADS == 0) {
     while (ptx::load_acquire(counter) != turn) {
@@ -94,8 +105,7 @@ __device__ __forceinline__ void add_dq(const BwdParams& params, const Mask& mask
     return params.dq_turn + (batch_head() * m_tiles + step.m_tile) * COUNTERS + counter;
   };
   const auto turn = [&] {
-    const int first_row = ptx::recomputed(step.m_tile) * Work::TILE_M;
-    return work.n_tile - max(mask.first_key(first_row), 0) / Work::TILE_N;
+    return dq_turn<Work::TILE_M, Work::TILE_N>(mask, work.n_tile, ptx::recomputed(step.m_tile) * Work::TILE_M);
   };
   if constexpr (IN_ORDER) wait_for_turn(turn_counter(), turn(), warpgroup);
   float* piece = params.dq_acc + batch_head() * padded_rows(p.seqlen_q) * HEAD_DIM +

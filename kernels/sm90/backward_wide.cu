@@ -10,6 +10,13 @@
 // what comes next fill the time. A warpgroup issues
 //   scores, dprobs | exponentials | dq of the last step, dv | dscores | the addition to dq | dk
 // and waits, at each bar, only for what it needs next.
+//
+// Expected, as in backward.cu, for a step of 64 rows x 64 keys:
+//   head_dim   MMA    MUFU   shared        dq     so, H200, 16384 keys, full / causal TFLOP/s
+//   192        1920   256    2016 + 512    2891   470 to 550
+//   256        2560   256    2688 + 640    3855   480 to 560 / 460 to 540
+// The additions to dq are what limits it: with 64 keys there are twice as many for each product as with 128.
+// None of it is measured yet.
 #include "../common/softmax.cuh"
 #include "../ptx/proxy_fence.cuh"
 #include "../ptx/stmatrix.cuh"
@@ -32,7 +39,7 @@ static_assert(COLS % PANEL_COLS == 0);
 using LayoutQ = PanelLayout<TILE_M, HEAD_DIM, PANEL_COLS>;
 using LayoutKV = PanelLayout<TILE_N, HEAD_DIM, PANEL_COLS>;
 using LayoutS = PanelLayout<TILE_N, TILE_M>;
-using Work = BackwardWork<TILE_M, TILE_N>;
+using Work = BackwardWork<TILE_M, TILE_N, true>;
 
 struct SharedStorage {
   SwizzledTile<LayoutKV> k, v;
