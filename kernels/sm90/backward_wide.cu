@@ -178,8 +178,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       }
       share(shared.probs[now], shared.full[now], probs);
 
-      // In the first step of what lies there, and added nowhere.
-      ptx::mbarrier_wait(smem_address(&shared.full[2 + (now ^ 1)]), phase(number - 1));
+      // The last step has waited for these dscores. In the first step it is of what lies there, and added nowhere.
       ptx::wgmma_fence();
       begin_dq<Element>(acc_dq, shared.dscores[now ^ 1], shared.k, warpgroup);
       ptx::mbarrier_wait(smem_address(&shared.full[now]), phase(number));
