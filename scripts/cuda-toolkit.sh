@@ -16,8 +16,8 @@ if [ "$(cat "$dest/ready" 2>/dev/null)" != "$wheels" ]; then
     command -v python3 >/dev/null || { echo "cuda-toolkit.sh: needs python3 with pip" >&2; exit 1; }
     # What an interrupted run left would be taken for whole.
     rm -rf "$dest/ready" "$dest/site" "$dest/tmp"
-    # shellcheck disable=SC2086 # a list
     mkdir "$dest/tmp"
+    # shellcheck disable=SC2086 # a list
     TMPDIR="$dest/tmp" python3 -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-deps \
         --target "$dest/site" $wheels >&2
     rm -rf "$dest/tmp"

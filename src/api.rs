@@ -106,12 +106,12 @@ pub fn flash_attn(
 /// # Errors
 ///
 /// Checked in this order, before any work is done: rank, shapes that do not match, head counts that do
-/// not divide, `head_dim` 0, tensors of 2^44 numbers or more, dtypes that differ, devices that differ, a device, dtype or head_dim
-/// without a kernel ([`is_supported`]), a `softmax_scale` that is not finite or above 1e30, a `softcap`
-/// that is not finite and positive or so small that `softmax_scale / softcap` is above 1e30,
-/// `alibi_slopes` of another dtype, device or shape or, on the CPU, with a value that is not finite or above
-/// 1e30 (on CUDA that would wait for the device). On CUDA also, after these: a batch, length or number of
-/// heads from 2^30 on, and whatever the device reports.
+/// not divide, `head_dim` 0, tensors of 2^44 numbers or more, dtypes that differ, devices that differ, a
+/// device, dtype or head_dim without a kernel ([`is_supported`]), a `softmax_scale` that is not finite or
+/// above 1e30, a `softcap` that is not finite and positive or so small that `softmax_scale / softcap` is
+/// above 1e30, `alibi_slopes` of another dtype, device or shape or, on the CPU, with a value that is not
+/// finite or above 1e30 (on CUDA that would wait for the device). On CUDA also, after these: a batch, length
+/// or number of heads from 2^30 on, and whatever the device reports.
 ///
 /// # Example
 ///

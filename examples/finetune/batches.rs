@@ -96,9 +96,7 @@ impl Batches {
         let mut hasher = crc32fast::Hasher::new();
         for part in [&self.train, &self.held_out] {
             hasher.update(&(part.len() as u64).to_le_bytes());
-            for token in part {
-                hasher.update(&token.to_le_bytes());
-            }
+            hasher.update(bytemuck::cast_slice(part));
         }
         hasher.finalize()
     }

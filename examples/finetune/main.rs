@@ -206,9 +206,11 @@ fn run(args: &Args) -> Result<()> {
     );
     bar.finish_and_clear();
     if let (Err(_), Some(file)) = (&trained, args.plot.as_ref().filter(|_| !rows.is_empty())) {
-        // What led to it.
-        plot::draw(file, &rows)?;
-        writeln!(out, "drew {}", file.display())?;
+        // What led to the error, which is reported whether this succeeds or not.
+        match plot::draw(file, &rows) {
+            Ok(()) => writeln!(out, "drew {}", file.display())?,
+            Err(error) => writeln!(out, "{error:#}")?,
+        }
     }
     trained?;
     if let Some(memory) = &gpu_memory {

@@ -112,15 +112,15 @@ impl RunDir {
     /// The file that a save writes last.
     fn saved_state(&self) -> Result<PathBuf> {
         let file = self.file("training.safetensors");
-        // A save that was cut short has written the model already.
-        let place = match self.file("model.safetensors").exists() {
-            true => "another --out, or remove the folder first",
-            false => "--out",
-        };
         ensure!(
             file.exists(),
-            "cannot resume from {}, which has no training.safetensors: no save was completed; start the run again with {place}",
-            self.0.display()
+            "cannot resume from {}, which has no training.safetensors: no save was completed; start the run again with {}",
+            self.0.display(),
+            // A save that was cut short has written the model already.
+            match self.file("model.safetensors").exists() {
+                true => "another --out, or remove the folder first",
+                false => "--out",
+            }
         );
         Ok(file)
     }

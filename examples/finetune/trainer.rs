@@ -71,10 +71,7 @@ impl Trainer {
         let model = weights.model(config, attention)?;
         Ok(Self {
             options: options.clone(),
-            model: match options.recompute {
-                true => model.with_recomputation(),
-                false => model,
-            },
+            model: model.with_recomputation(options.recompute),
             measured: weights.untracked(config, attention)?,
             optimizer: AdamW::new(weights.parameters(), options.weight_decay)?,
             weights,
@@ -190,9 +187,7 @@ fn checksum(weights: &HashMap<String, Tensor>) -> Result<u32> {
     for name in names {
         hasher.update(name.as_bytes());
         let numbers = weights[name].flatten_all()?.to_dtype(DType::F32)?;
-        for number in numbers.to_vec1::<f32>()? {
-            hasher.update(&number.to_le_bytes());
-        }
+        hasher.update(bytemuck::cast_slice(&numbers.to_vec1::<f32>()?));
     }
     Ok(hasher.finalize())
 }

@@ -46,10 +46,7 @@ impl Step {
         let tensors = tensors.map(|(name, var)| (name.clone(), var.as_tensor().clone()));
         let model = Llama::new(tensors.collect(), config, attention)?;
         Ok(Self {
-            model: match recompute {
-                true => model.with_recomputation(),
-                false => model,
-            },
+            model: model.with_recomputation(recompute),
             optimizer: AdamW::new(&parameters, 0.1)?,
             parameters,
             steps: 0,

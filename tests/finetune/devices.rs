@@ -59,10 +59,8 @@ fn every_variable_gets_a_finite_gradient() -> Result<()> {
             let mut trainer = place.trainer(options, &checkpoint, Attention::Flash)?;
             trainer.step()?; // lora_b starts at 0, where lora_a has no gradient
             let weights = trainer.weights();
-            let mut model = weights.model(&checkpoint.config, Attention::Flash)?;
-            if recompute {
-                model = model.with_recomputation();
-            }
+            let model = weights.model(&checkpoint.config, Attention::Flash)?;
+            let model = model.with_recomputation(recompute);
             let batches = setup::batches(options, &checkpoint, &place.device)?;
             let (input, target) = batches.train(1, 0)?;
             let loss = next_token_loss(&model, &input, &target)?;

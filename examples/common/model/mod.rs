@@ -76,9 +76,10 @@ impl Llama {
         })
     }
 
-    /// The same model, whose backward computes the activations of each block again: it keeps their inputs alone.
-    pub fn with_recomputation(mut self) -> Self {
-        self.recompute = Some(Recompute::default());
+    /// The same model. With `recompute` its backward computes the activations of each block again: it keeps their inputs
+    /// alone.
+    pub fn with_recomputation(mut self, recompute: bool) -> Self {
+        self.recompute = recompute.then(Recompute::default);
         self
     }
 
