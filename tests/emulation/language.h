@@ -23,6 +23,7 @@
 
 #define threadIdx (machine::Index{static_cast<unsigned>(machine::current->index), 0, 0})
 #define blockIdx machine::block
+#define gridDim machine::grid
 
 namespace {
 // What kernels declare as `extern __shared__`.
@@ -76,6 +77,10 @@ inline T shuffle(T x, int from) {
     for (Brought* lane : lanes) lane->result = lanes[lane->from]->x;
   });
   return brought.result;
+}
+template <class T>
+inline T __shfl_sync(unsigned, T x, int lane) {
+  return shuffle(x, lane);
 }
 template <class T>
 inline T __shfl_xor_sync(unsigned, T x, int mask) {

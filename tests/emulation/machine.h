@@ -64,7 +64,7 @@ struct Thread {
 inline std::vector<Thread> threads;
 inline Thread* current;
 inline jmp_buf scheduler;
-inline Index block;
+inline Index block, grid;
 inline std::function<void()> body;
 
 inline int warp() { return current->index / 32; }
@@ -255,6 +255,7 @@ inline void run(void (*kernel)(Params), unsigned blocks, int block_threads, size
                 unsigned char* memory) {
   shared = memory;
   shared_bytes = bytes;
+  grid = {blocks, 1, 1};
   body = [&] { kernel(params); };
   for (block = {}; block.x < blocks; ++block.x) run_block(block_threads);
 }
