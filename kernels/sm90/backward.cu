@@ -24,7 +24,6 @@
 #include <type_traits>
 
 #include "../common/softmax.cuh"
-#include "../ptx/ldmatrix.cuh"
 #include "../ptx/proxy_fence.cuh"
 #include "../ptx/stmatrix.cuh"
 #include "../ptx/wgmma.cuh"
@@ -39,9 +38,10 @@ constexpr int WARPGROUPS = BACKWARD_WARPGROUPS, WARPGROUP_KEYS = 64;
 constexpr int TILE_M = Tile::TILE_M, TILE_N = WARPGROUPS * WARPGROUP_KEYS;
 constexpr int HEAD_BLOCKS = HEAD_DIM / 16, HEAD_TILES = HEAD_DIM / 8;
 constexpr int ROW_BLOCKS = TILE_M / 16, ROW_TILES = TILE_M / 8;
-constexpr int DQ_COLS = 64;  // that a warpgroup computes
-static_assert(TILE_M == 64 && ROW_PADDING % TILE_M == 0 && ROW_PADDING % TILE_N == 0);
-static_assert(HEAD_DIM <= (Tile::DQ_IN_TURNS ? DQ_COLS : WARPGROUPS * DQ_COLS));
+constexpr int DQ_COLS = 64, DQ_TILES = DQ_COLS / 8;  // a warpgroup computes 64 x 64 of a step's dq:
+constexpr bool SHARE_ROWS = TILE_M == 128;            // of 128 rows, or of 128 columns
+static_assert((TILE_M == 64 || TILE_M == 128) && ROW_PADDING % TILE_M == 0 && ROW_PADDING % TILE_N == 0);
+static_assert(HEAD_DIM <= (SHARE_ROWS ? DQ_COLS : WARPGROUPS * DQ_COLS));
 
 using LayoutQ = PanelLayout<TILE_M, HEAD_DIM>;
 using LayoutKV = PanelLayout<TILE_N, HEAD_DIM>;
@@ -62,41 +62,18 @@ static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
 
 // ---- device steps: computing ------------------------------------------------------------------------
 
-// 64 rows of k or v as the left operand of scores^T or dprobs^T.
-template <class Element, bool IN_REGISTERS>
-struct KeyOperand;
-
+// Begins acc = keys rows^T, of a warpgroup's keys.
 template <class Element>
-struct KeyOperand<Element, false> {
-  MatrixDescriptor<LayoutKV> rows;
-  __device__ KeyOperand(const SwizzledTile<LayoutKV>& tile, int first_row, int)
-      : rows(k_major<LayoutKV>(smem_address(&tile) + first_row * LayoutKV::ROW_BYTES)) {}
-  // Begins acc = rows b^T.
-  __device__ __forceinline__ void begin(float (&acc)[1][ROW_TILES][4], MatrixDescriptor<LayoutQ> b) const {
+__device__ __forceinline__ void begin_scores(float (&acc)[1][ROW_TILES][4], const SwizzledTile<LayoutKV>& keys,
+                                             int first_key, const SwizzledTile<LayoutQ>& rows) {
+  const MatrixDescriptor<LayoutKV> a = k_major<LayoutKV>(smem_address(&keys) + first_key * LayoutKV::ROW_BYTES);
+  const MatrixDescriptor<LayoutQ> b = k_major<LayoutQ>(smem_address(&rows));
 #pragma unroll
-    for (int block = 0; block < HEAD_BLOCKS; ++block)
-      ptx::Wgmma<Element, TILE_M>::template ss<false, false>(acc[0], rows.after(k_major_step<LayoutKV>(block)),
-                                      b.after(k_major_step<LayoutQ>(block)), block > 0);
-    ptx::wgmma_commit();
-  }
-};
-
-template <class Element>
-struct KeyOperand<Element, true> {
-  uint32_t frag[HEAD_BLOCKS][4];
-  __device__ KeyOperand(const SwizzledTile<LayoutKV>& tile, int first_row, int thread) {
-    const int lane = thread % 32, row = first_row + thread / 32 % 4 * 16 + lane % 16;
-#pragma unroll
-    for (int block = 0; block < HEAD_BLOCKS; ++block)
-      ptx::ldmatrix_x4(frag[block], smem_address(&tile) + LayoutKV::chunk_offset(row, 2 * block + lane / 16));
-  }
-  __device__ __forceinline__ void begin(float (&acc)[1][ROW_TILES][4], MatrixDescriptor<LayoutQ> b) const {
-#pragma unroll
-    for (int block = 0; block < HEAD_BLOCKS; ++block)
-      ptx::Wgmma<Element, TILE_M>::template rs<false>(acc[0], frag[block], b.after(k_major_step<LayoutQ>(block)), block > 0);
-    ptx::wgmma_commit();
-  }
-};
+  for (int block = 0; block < HEAD_BLOCKS; ++block)
+    ptx::Wgmma<Element, TILE_M>::template ss<false, false>(acc[0], a.after(k_major_step<LayoutKV>(block)),
+                                                           b.after(k_major_step<LayoutQ>(block)), block > 0);
+  ptx::wgmma_commit();
+}
 
 // Begins acc += weights^T rows, with `weights` a warpgroup's keys by rows.
 template <class Element>
@@ -109,17 +86,19 @@ __device__ __forceinline__ void begin_sum(float (&acc)[1][HEAD_TILES][4], const 
   ptx::wgmma_commit();
 }
 
-// Begins acc = dscores k, of columns from `first_col` on.
+// Begins acc = dscores k, of 64 rows from `first_row` and 64 columns from `first_col` on.
 template <class Element>
-__device__ __forceinline__ void begin_dq(float (&acc)[1][DQ_COLS / 8][4], const SwizzledTile<LayoutS>& dscores,
-                                         const SwizzledTile<LayoutKV>& k, int first_col) {
-  const MatrixDescriptor<LayoutS> a = n_major<LayoutS>(smem_address(&dscores));
+__device__ __forceinline__ void begin_dq(float (&acc)[1][DQ_TILES][4], const SwizzledTile<LayoutS>& dscores,
+                                         int first_row, const SwizzledTile<LayoutKV>& k, int first_col) {
+  const MatrixDescriptor<LayoutS> a =
+      n_major<LayoutS>(smem_address(&dscores) + first_row / LayoutS::PANEL_COLS * LayoutS::PANEL_BYTES);
   const MatrixDescriptor<LayoutKV> b =
       n_major<LayoutKV>(smem_address(&k) + first_col / LayoutKV::PANEL_COLS * LayoutKV::PANEL_BYTES);
 #pragma unroll
   for (int block = 0; block < TILE_N / 16; ++block)
-    ptx::Wgmma<Element, DQ_COLS>::template ss<true, true>(acc[0], a.after(n_major_step<LayoutS>(block)), b.after(n_major_step<LayoutKV>(block)),
-                                            block > 0);
+    ptx::Wgmma<Element, DQ_COLS>::template ss<true, true>(acc[0], a.after(n_major_step<LayoutS>(block)),
+                                                          b.after(n_major_step<LayoutKV>(block)), block > 0);
+  ptx::wgmma_commit();
 }
 
 // What computing warpgroup `warpgroup` does.
@@ -148,33 +127,25 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     const auto phase = [&](uint32_t number) { return number / 2 % 2; };
 
     shared.keys.wait_full(0);
-    const KeyOperand<Element, Tile::KEYS_IN_REGISTERS> rows_k(shared.k, warpgroup_key, threadIdx.x);
-    const KeyOperand<Element, Tile::KEYS_IN_REGISTERS> rows_v(shared.v, warpgroup_key, threadIdx.x);
 
     // dq of a step that has its dscores: its product, and its addition.
-    const auto has_dq = [&](uint32_t number) { return !Tile::DQ_IN_TURNS || static_cast<int>(number % 2) == warpgroup; };
-    const int dq_col = Tile::DQ_IN_TURNS ? 0 : warpgroup * DQ_COLS;
-    const auto begin_dq_of = [&](uint32_t number, float(&acc_dq)[1][DQ_COLS / 8][4]) {
+    const int dq_row = SHARE_ROWS ? warpgroup * 64 : 0, dq_col = SHARE_ROWS ? 0 : warpgroup * DQ_COLS;
+    const auto begin_dq_of = [&](uint32_t number, float(&acc_dq)[1][DQ_TILES][4]) {
       // dscores of both warpgroups are there. Both have finished with those of the step before: they arrive after
       // that.
       ptx::mbarrier_wait(smem_address(&shared.full[stage(number)]), phase(number));
-      if (has_dq(number)) {
-        ptx::wgmma_fence();
-        begin_dq<Element>(acc_dq, shared.dscores[stage(number)], shared.k, dq_col);
-      }
-      ptx::wgmma_commit();
+      ptx::wgmma_fence();
+      begin_dq<Element>(acc_dq, shared.dscores[stage(number)], dq_row, shared.k, dq_col);
     };
-    const auto add_dq_of = [&](uint32_t number, BackwardStep step, float(&acc_dq)[1][DQ_COLS / 8][4]) {
-      if (!has_dq(number)) return;
+    const auto add_dq_of = [&](BackwardStep step, float(&acc_dq)[1][DQ_TILES][4]) {
       ptx::hold(acc_dq);
-      constexpr int COUNTERS = Tile::DQ_IN_TURNS ? 1 : WARPGROUPS;
       constexpr int LAST_COLS = HEAD_DIM % DQ_COLS;  // of the second warpgroup, if it has fewer
       const auto add = [&](auto tiles) {
-        add_dq<Work, COUNTERS, IN_ORDER, decltype(tiles)::value>(params, mask, work, step, warpgroup, dq_col / DQ_COLS,
-                                                                 warp_row(), dq_col, acc_dq, lane_index());
+        add_dq<Work, WARPGROUPS, IN_ORDER, decltype(tiles)::value>(params, mask, work, step, warpgroup, warpgroup,
+                                                                   dq_row + warp_row(), dq_col, acc_dq, lane_index());
       };
       if (LAST_COLS == 0 || warpgroup == 0) {
-        add(std::integral_constant<int, DQ_COLS / 8>());
+        add(std::integral_constant<int, DQ_TILES>());
       } else {
         add(std::integral_constant<int, LAST_COLS / 8>());
       }
@@ -185,79 +156,82 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     const auto run_step = [&](BackwardStep last_step) {
       const bool is_first = number == 0;
       const uint32_t now = stage(number);
-      float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][DQ_COLS / 8][4];
+      QueryStage<LayoutQ>& rows = shared.stages[now];
+      float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][DQ_TILES][4];
 
-      shared.stages[now].handover.wait_full(phase(number));
+      rows.handover.wait_full(phase(number));
       ptx::wgmma_fence();
-      rows_k.begin(scores, k_major<LayoutQ>(smem_address(&shared.stages[now].q)));
+      begin_scores<Element>(scores, shared.k, warpgroup_key, rows.q);
       ptx::wgmma_wait<1>();  // dk of the last step
       ptx::hold(acc_dk);
       if (!is_first) shared.stages[now ^ 1].handover.release(is_speaker);
       ptx::wgmma_fence();
-      rows_v.begin(dprobs, k_major<LayoutQ>(smem_address(&shared.stages[now].dout)));
+      begin_scores<Element>(dprobs, shared.v, warpgroup_key, rows.dout);
 
+      const int first_row = step.m_tile * TILE_M, first_key = work.n_tile * TILE_N;
+      const bool is_masked =
+          !mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N);
+      const float scale_log2 = p.softmax_scale * LOG2_E;
+      float2 statistic[ROW_TILES];  // lse, then delta: read, as far as registers go, before what they are for is there
+      read_statistic<0, ROW_TILES>(statistic, rows.lse_log2, lane_index());
       ptx::wgmma_wait<1>();  // scores
       ptx::hold(scores);
-      const int first_row = step.m_tile * TILE_M, first_key = work.n_tile * TILE_N;
-      if (!mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N))
-        mask_scores_transposed(scores, mask, first_row, first_key + warpgroup_key + warp_row(), lane_index());
-      const float scale_log2 = p.softmax_scale * LOG2_E;
-      const int column = lane_index() % 4 * 2;
+      if (is_masked) mask_scores_transposed(scores, mask, first_row, first_key + warpgroup_key + warp_row(), lane_index());
 #pragma unroll
-      for (int j = 0; j < ROW_TILES; ++j) {
-        const float2 lse = *reinterpret_cast<const float2*>(&shared.stages[now].lse_log2[8 * j + column]);
+      for (int j = 0; j < ROW_TILES; ++j)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          weights[j / 2][j % 2 * 2 + half] = pack<Element>(ptx::exp2(scores[0][j][2 * half] * scale_log2 - lse.x),
-                                                           ptx::exp2(scores[0][j][2 * half + 1] * scale_log2 - lse.y));
-      }
+          weights[j / 2][j % 2 * 2 + half] =
+              pack<Element>(ptx::exp2(scores[0][j][2 * half] * scale_log2 - statistic[j].x),
+                            ptx::exp2(scores[0][j][2 * half + 1] * scale_log2 - statistic[j].y));
 
       ptx::hold(acc_dv);
       ptx::wgmma_fence();
-      begin_sum<Element>(acc_dv, weights, shared.stages[now].dout);
+      begin_sum<Element>(acc_dv, weights, rows.dout);
       begin_dq_of(number - 1, acc_dq);  // in the first step of what lies there, and added nowhere
+      read_statistic<0, 8>(statistic, rows.delta, lane_index());
       ptx::wgmma_wait<1>();  // dprobs, dv
       ptx::hold(dprobs);
       ptx::hold(acc_dv);
+      read_statistic<8, ROW_TILES>(statistic, rows.delta, lane_index());
 #pragma unroll
-      for (int j = 0; j < ROW_TILES; ++j) {
-        const float2 delta = *reinterpret_cast<const float2*>(&shared.stages[now].delta[8 * j + column]);
+      for (int j = 0; j < ROW_TILES; ++j)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           uint32_t& weight = weights[j / 2][j % 2 * 2 + half];
           const float2 prob = unpack<Element>(weight);
-          weight = pack<Element>(prob.x * (dprobs[0][j][2 * half] - delta.x),
-                                 prob.y * (dprobs[0][j][2 * half + 1] - delta.y));
+          weight = pack<Element>(prob.x * (dprobs[0][j][2 * half] - statistic[j].x),
+                                 prob.y * (dprobs[0][j][2 * half + 1] - statistic[j].y));
         }
-      }
       const int lane = lane_index();
-      const uint32_t dscores_row = smem_address(&shared.dscores[now]) +
-                                   (warpgroup_key + warp_row() + lane % 16) * LayoutS::ROW_BYTES;
+      const uint32_t dscores = smem_address(&shared.dscores[now]);
 #pragma unroll
       for (int block = 0; block < ROW_BLOCKS; ++block)
-        ptx::stmatrix_x4(dscores_row + LayoutS::permuted(lane, 2 * block + lane / 16) * 16, weights[block]);
+        ptx::stmatrix_x4(dscores + LayoutS::chunk_offset(warpgroup_key + warp_row() + lane % 16, 2 * block + lane / 16),
+                         weights[block]);
 
       ptx::hold(acc_dk);
       ptx::wgmma_fence();
-      begin_sum<Element>(acc_dk, weights, shared.stages[now].q);
+      begin_sum<Element>(acc_dk, weights, rows.q);
       ptx::wgmma_wait<1>();  // dq of the last step
-      if (!is_first) add_dq_of(number - 1, last_step, acc_dq);
       // For the other warpgroup's product dq. It also says that this one has finished with the last step's dscores.
+      // Before the addition, for which the fence would wait.
       ptx::proxy_fence();
       __syncwarp();
       if (lane_index() == 0) ptx::mbarrier_arrive(smem_address(&shared.full[now]));
+      if (!is_first) add_dq_of(last_step, acc_dq);
       ++number;
     };
 
     for (BackwardStep last = step; step.head < work.end_head; last = step, step = step_after<false>(step, work))
       run_step(last);
 
-    float acc_dq[1][DQ_COLS / 8][4];
+    float acc_dq[1][DQ_TILES][4];
     begin_dq_of(number - 1, acc_dq);
     ptx::wgmma_wait<0>();
     ptx::hold(acc_dk);
     ptx::hold(acc_dv);
-    add_dq_of(number - 1, {work.end_head - 1, work.m_tiles.end - 1}, acc_dq);
+    add_dq_of({work.end_head - 1, work.m_tiles.end - 1}, acc_dq);
   }
 
   store_dk_dv<Element>(params, work, warpgroup_key + warp_row(), 0, acc_dk, acc_dv, lane_index());

@@ -30,6 +30,13 @@ struct QueryStage {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+// Reads lse or delta of the columns of scores^T that a thread holds, in accumulators [BEGIN, END).
+template <int BEGIN, int END, int ROW_TILES>
+__device__ __forceinline__ void read_statistic(float2 (&statistic)[ROW_TILES], const float* rows, int lane) {
+#pragma unroll
+  for (int j = BEGIN; j < END; ++j) statistic[j] = *reinterpret_cast<const float2*>(&rows[8 * j + lane % 4 * 2]);
+}
+
 // What the loading warpgroup does, one thread of it: the keys, then the query rows of each step.
 template <class LayoutQ, class LayoutKV, class SharedStorage>
 __device__ __forceinline__ void load_steps(const BackwardArguments& arguments, SharedStorage& shared) {

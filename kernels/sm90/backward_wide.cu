@@ -8,7 +8,7 @@
 // The two warpgroups share the rows of scores^T and dprobs^T, keys by rows, and the columns of dk, dv and dq. So probs
 // and dscores go through shared memory, and each is waited for by the other warpgroup. Products that do not depend on
 // what comes next fill the time. A warpgroup issues
-//   scores, dprobs | exponentials | dq of the last step, dv | dscores | the addition to dq | dk
+//   scores, dprobs | exponentials | dq of the last step, dv | dscores | dk | the addition to dq
 // and waits, at each bar, only for what it needs next.
 //
 // Expected, as in backward.cu, for a step of 64 rows x 64 keys:
@@ -148,34 +148,37 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     const auto run_step = [&](BackwardStep last_step) {
       const bool is_first = number == 0;
       const uint32_t now = stage(number);
+      QueryStage<LayoutQ>& rows = shared.stages[now];
       float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][COL_TILES][4];
 
-      shared.stages[now].handover.wait_full(phase(number));
+      rows.handover.wait_full(phase(number));
       ptx::wgmma_fence();
-      begin_scores<Element>(scores, shared.k, shared.stages[now].q, warpgroup * ROWS);
+      begin_scores<Element>(scores, shared.k, rows.q, warpgroup * ROWS);
       ptx::wgmma_wait<1>();  // dv and dk of the last step
       ptx::hold(acc_dv);
       ptx::hold(acc_dk);
       if (!is_first) shared.stages[now ^ 1].handover.release(is_speaker);
       ptx::wgmma_fence();
-      begin_scores<Element>(dprobs, shared.v, shared.stages[now].dout, warpgroup * ROWS);
+      begin_scores<Element>(dprobs, shared.v, rows.dout, warpgroup * ROWS);
 
+      const int first_row = step.m_tile * TILE_M, first_key = work.n_tile * TILE_N;
+      const bool is_masked =
+          !mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N);
+      const float scale_log2 = p.softmax_scale * LOG2_E;
+      float2 statistic[ROW_TILES];  // lse, then delta: read before what they are for is there
+      read_statistic<0, ROW_TILES>(statistic, rows.lse_log2 + warpgroup * ROWS, lane_index());
       ptx::wgmma_wait<1>();  // scores
       ptx::hold(scores);
-      const int first_row = step.m_tile * TILE_M, first_key = work.n_tile * TILE_N;
-      if (!mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N))
+      if (is_masked)
         mask_scores_transposed(scores, mask, first_row + warpgroup * ROWS, first_key + warp_row(), lane_index());
-      const float scale_log2 = p.softmax_scale * LOG2_E;
-      const int column = warpgroup * ROWS + lane_index() % 4 * 2;
       uint32_t probs[ROW_BLOCKS][4];
 #pragma unroll
-      for (int j = 0; j < ROW_TILES; ++j) {
-        const float2 lse = *reinterpret_cast<const float2*>(&shared.stages[now].lse_log2[8 * j + column]);
+      for (int j = 0; j < ROW_TILES; ++j)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          probs[j / 2][j % 2 * 2 + half] = pack<Element>(ptx::exp2(scores[0][j][2 * half] * scale_log2 - lse.x),
-                                                         ptx::exp2(scores[0][j][2 * half + 1] * scale_log2 - lse.y));
-      }
+          probs[j / 2][j % 2 * 2 + half] =
+              pack<Element>(ptx::exp2(scores[0][j][2 * half] * scale_log2 - statistic[j].x),
+                            ptx::exp2(scores[0][j][2 * half + 1] * scale_log2 - statistic[j].y));
       share(shared.probs[now], shared.full[now], probs);
 
       // The last step has waited for these dscores. In the first step it is of what lies there, and added nowhere.
@@ -184,29 +187,28 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       ptx::mbarrier_wait(smem_address(&shared.full[now]), phase(number));
       ptx::hold(acc_dv);
       ptx::wgmma_fence();
-      begin_sum<Element>(acc_dv, shared.probs[now], shared.stages[now].dout, warpgroup);
+      begin_sum<Element>(acc_dv, shared.probs[now], rows.dout, warpgroup);
 
+      read_statistic<0, ROW_TILES>(statistic, rows.delta + warpgroup * ROWS, lane_index());
       ptx::wgmma_wait<2>();  // dprobs
       ptx::hold(dprobs);
       uint32_t dscores[ROW_BLOCKS][4];
 #pragma unroll
-      for (int j = 0; j < ROW_TILES; ++j) {
-        const float2 delta = *reinterpret_cast<const float2*>(&shared.stages[now].delta[8 * j + column]);
+      for (int j = 0; j < ROW_TILES; ++j)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float2 prob = unpack<Element>(probs[j / 2][j % 2 * 2 + half]);
-          dscores[j / 2][j % 2 * 2 + half] = pack<Element>(prob.x * (dprobs[0][j][2 * half] - delta.x),
-                                                           prob.y * (dprobs[0][j][2 * half + 1] - delta.y));
+          dscores[j / 2][j % 2 * 2 + half] = pack<Element>(prob.x * (dprobs[0][j][2 * half] - statistic[j].x),
+                                                           prob.y * (dprobs[0][j][2 * half + 1] - statistic[j].y));
         }
-      }
       share(shared.dscores[now], shared.full[2 + now], dscores);
 
-      ptx::wgmma_wait<1>();  // dq of the last step
-      if (!is_first) add_dq_of(last_step, acc_dq);
       ptx::mbarrier_wait(smem_address(&shared.full[2 + now]), phase(number));
       ptx::hold(acc_dk);
       ptx::wgmma_fence();
-      begin_sum<Element>(acc_dk, shared.dscores[now], shared.stages[now].q, warpgroup);
+      begin_sum<Element>(acc_dk, shared.dscores[now], rows.q, warpgroup);
+      ptx::wgmma_wait<2>();  // dq of the last step
+      if (!is_first) add_dq_of(last_step, acc_dq);
       ++number;
     };
 

@@ -40,11 +40,8 @@ struct ForwardTile<256> {
   static constexpr bool IN_TURN = false;
 };
 
-// Of backward.cu: 64 keys each for two warpgroups, TILE_M query rows a step. KEYS_IN_REGISTERS: k and v are operands
-// from registers, not read again from shared memory in each step. DQ_IN_TURNS: of two steps each warpgroup computes
-// all of one step's dq, else 64 columns in each.
+// Of backward.cu: 64 keys each for two warpgroups, TILE_M query rows a step.
 template <int HEAD_DIM_>
 struct BackwardTile {
-  static constexpr int TILE_M = 64;
-  static constexpr bool KEYS_IN_REGISTERS = HEAD_DIM_ == 64, DQ_IN_TURNS = HEAD_DIM_ == 64;
+  static constexpr int TILE_M = HEAD_DIM_ == 64 ? 128 : 64;
 };
