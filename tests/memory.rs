@@ -4,13 +4,16 @@
 //! holds is counted too: the gradient of the output, and while it adds up the gradients of q, k and v
 //! four tensors more. So the peak is compared with that of an op that does nothing but allocate its
 //! results, and the bound is what our op may hold beyond it.
+//!
+//! And that of a backward with recomputation: nothing of a block but its input and its weights' gradients.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{CpuStorage, CustomOp3, DType, Device, Shape, Tensor, Var};
+use candle_flash_gqa::training::Recompute;
 use candle_flash_gqa::{AttnOptions, flash_attn_with};
 
 /// The system's allocator, which counts the bytes in use and remembers the most.
@@ -101,6 +104,12 @@ impl CustomOp3 for Nothing {
     }
 }
 
+/// One test at a time, since all allocations of the process are counted.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// The most bytes that one forward, and one forward and backward, hold beyond their inputs.
 fn peaks(
     dtype: DType,
@@ -123,9 +132,7 @@ fn peaks(
 
 /// The op's peaks may differ from those of an op that does nothing by lse and the limit.
 fn check(options: &AttnOptions) -> Result<()> {
-    /// One test at a time, since all allocations of the process are counted.
-    static ALONE: Mutex<()> = Mutex::new(());
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     let lse = SEQLEN * HEADS * size_of::<f32>();
     for dtype in [DType::F32, DType::BF16] {
         let nothing = peaks(dtype, |q, k, v| q.apply_op3(k, v, Nothing))?;
@@ -164,4 +171,61 @@ fn fwd_and_bwd_over_all_keys_hold_nothing_that_grows_with_the_product_of_the_len
         causal: true,
         ..AttnOptions::default()
     })
+}
+
+/// Rows and columns of what goes from block to block.
+const ROWS: usize = 1024;
+const COLS: usize = 512;
+
+/// The most bytes that a forward and backward of recomputed blocks holds. The blocks are made of candle's own operations,
+/// whose gradients carry graphs, and of a mask, which has a gradient although it is a constant.
+fn peak_of_blocks(blocks: usize) -> Result<usize> {
+    let device = Device::Cpu;
+    let weights = (0..blocks)
+        .map(|_| Var::randn(0f32, 0.05, (COLS, COLS), &device))
+        .collect::<candle_core::Result<Vec<_>>>()?;
+    let mask = Tensor::ones((ROWS, COLS), DType::U8, &device)?;
+    let hidden = Tensor::zeros((ROWS, COLS), DType::F32, &device)?;
+    let mut x = Tensor::randn(0f32, 1., (ROWS, COLS), &device)?;
+    let recompute = Recompute::default();
+    let before = IN_USE.load(Ordering::Relaxed);
+    PEAK.store(before, Ordering::Relaxed);
+    for weight in &weights {
+        let (weight, mask, hidden) = (weight.as_tensor().clone(), mask.clone(), hidden.clone());
+        x = recompute.run(&x, move |x| {
+            let mut x = x.clone();
+            for _ in 0..4 {
+                x = mask.where_cond(&x.matmul(&weight)?.silu()?, &hidden)?;
+            }
+            Ok(x)
+        })?;
+    }
+    let grads = recompute.backward(&x.sqr()?.mean_all()?)?;
+    let peak = PEAK.load(Ordering::Relaxed) - before;
+    for weight in &weights {
+        ensure!(grads.get(weight).context("no gradient")?.dims() == weight.dims());
+    }
+    // One more for the first input, which the op takes for a variable.
+    let count = grads.get_ids().count();
+    ensure!(count <= blocks + 1, "{count} gradients of {blocks} weights");
+    Ok(peak)
+}
+
+#[test]
+fn recomputed_blocks_hold_their_inputs_and_gradients_alone() -> Result<()> {
+    let _alone = alone();
+    let (few, many) = (2, 10);
+    let added = peak_of_blocks(many)?.saturating_sub(peak_of_blocks(few)?) / (many - few);
+    let (input, grad) = (
+        ROWS * COLS * size_of::<f32>(),
+        COLS * COLS * size_of::<f32>(),
+    );
+    ensure!(
+        added <= input + grad + input / 8,
+        "a block adds {} KiB to the peak: its input has {} KiB, the gradient of its weight {} KiB",
+        added >> 10,
+        input >> 10,
+        grad >> 10
+    );
+    Ok(())
 }

@@ -91,6 +91,18 @@ impl Batches {
         self.train.len()
     }
 
+    /// A checksum of all tokens and of where they are split.
+    pub fn checksum(&self) -> u32 {
+        let mut hasher = crc32fast::Hasher::new();
+        for part in [&self.train, &self.held_out] {
+            hasher.update(&(part.len() as u64).to_le_bytes());
+            for token in part {
+                hasher.update(&token.to_le_bytes());
+            }
+        }
+        hasher.finalize()
+    }
+
     pub fn device(&self) -> &Device {
         &self.device
     }

@@ -7,6 +7,7 @@ use anyhow::Result;
 
 use crate::cli;
 use crate::model::Attention;
+use crate::out_of_memory::is_out_of_memory;
 use crate::trainer::{Step, Trainer};
 
 /// Takes `steps` steps from the same start with either attention and prints the losses.
@@ -16,7 +17,17 @@ pub fn compare(
     out: &mut impl Write,
 ) -> Result<()> {
     let flash = Probe::run(Attention::Flash, steps, &trainer)?;
-    let plain = Probe::run(Attention::Plain, steps, &trainer)?;
+    let plain = match Probe::run(Attention::Plain, steps, &trainer) {
+        Err(error) if is_out_of_memory(&error) => {
+            writeln!(out, "step   loss, flash")?;
+            for step in &flash.steps {
+                writeln!(out, "{:4} {:13.6}", step.step, step.loss)?;
+            }
+            writeln!(out, "flash  {:.3} s a step", flash.seconds_per_step)?;
+            return Ok(writeln!(out, "plain  out of memory\n")?);
+        }
+        plain => plain?,
+    };
     writeln!(out, "step   loss, flash   loss, plain   difference")?;
     for (flash, plain) in flash.steps.iter().zip(&plain.steps) {
         let difference = (flash.loss - plain.loss).abs();

@@ -23,6 +23,8 @@ mod model;
 #[path = "../common/numbers.rs"]
 mod numbers;
 mod options;
+#[path = "../common/out_of_memory.rs"]
+mod out_of_memory;
 mod plot;
 mod run;
 mod run_dir;
@@ -78,9 +80,10 @@ struct Args {
     #[arg(long, value_name = "FILE.png")]
     plot: Option<PathBuf>,
 
-    /// First take N steps with this and with plain attention, and print both losses
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = at_least_zero, allow_negative_numbers = true)]
-    compare: usize,
+    /// First take N steps with this and with plain attention, and print both losses [default: 5 on the model in
+    /// examples/data on the CPU where nothing is saved, else 0]
+    #[arg(long, value_name = "N", value_parser = at_least_zero, allow_negative_numbers = true)]
+    compare: Option<usize>,
 
     /// cpu or cuda[:N]
     #[arg(long, default_value_t = DeviceName::Cpu)]
@@ -161,8 +164,11 @@ fn run(args: &Args) -> Result<()> {
         |attention| Trainer::new(&options, config, weights, batches.clone(), attention, dtype);
 
     // 2. A few steps with either attention.
-    if resumed.is_none() && args.compare > 0 {
-        compare::compare(args.compare, trainer, &mut out)?;
+    let is_demo =
+        device.is_cpu() && options.model.is_none() && !options.scratch && args.out.is_none();
+    let compared = args.compare.unwrap_or(if is_demo { 5 } else { 0 });
+    if resumed.is_none() && compared > 0 {
+        compare::compare(compared, trainer, &mut out)?;
     }
 
     // 3. The run.
@@ -184,7 +190,7 @@ fn run(args: &Args) -> Result<()> {
     )?;
     let bar = cli::progress_bar("train".to_string(), options.steps as u64);
     bar.set_position(trainer.steps_taken() as u64);
-    run::run(
+    let trained = run::run(
         &mut trainer,
         &options,
         dir,
@@ -197,8 +203,14 @@ fn run(args: &Args) -> Result<()> {
             ));
             bar.inc(1);
         },
-    )?;
+    );
     bar.finish_and_clear();
+    if let (Err(_), Some(file)) = (&trained, args.plot.as_ref().filter(|_| !rows.is_empty())) {
+        // What led to it.
+        plot::draw(file, &rows)?;
+        writeln!(out, "drew {}", file.display())?;
+    }
+    trained?;
     if let Some(memory) = &gpu_memory {
         let gib = memory.peak_bytes()? as f64 / (1u64 << 30) as f64;
         writeln!(out, "peak GPU memory {gib:.2} GiB")?;

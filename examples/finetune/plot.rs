@@ -25,6 +25,11 @@ pub fn check(path: &Path, out: Option<&Path>) -> Result<()> {
     let folder = absolute.parent().unwrap_or(&absolute);
     let made = out.map(path::absolute).transpose()?;
     ensure!(
+        made.as_ref() != Some(&absolute),
+        "--plot and --out are both {}; give the image another name",
+        path.display()
+    );
+    ensure!(
         folder.is_dir() || made.is_some_and(|out| out.starts_with(folder)),
         "--plot {}: the folder does not exist; make it or name another",
         path.display()

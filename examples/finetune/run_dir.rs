@@ -112,9 +112,14 @@ impl RunDir {
     /// The file that a save writes last.
     fn saved_state(&self) -> Result<PathBuf> {
         let file = self.file("training.safetensors");
+        // A save that was cut short has written the model already.
+        let place = match self.file("model.safetensors").exists() {
+            true => "another --out, or remove the folder first",
+            false => "--out",
+        };
         ensure!(
             file.exists(),
-            "cannot resume from {}, which has no training.safetensors: nothing was saved yet; start the run again with --out",
+            "cannot resume from {}, which has no training.safetensors: no save was completed; start the run again with {place}",
             self.0.display()
         );
         Ok(file)

@@ -1,5 +1,6 @@
 //! A new model: a byte-level BPE vocabulary learnt from the text, and random weights.
 
+use std::fs;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, anyhow, ensure};
@@ -17,26 +18,29 @@ const END_OF_TEXT: &str = "<|endoftext|>";
 
 /// Trains the tokenizer on the texts and draws the weights.
 pub fn checkpoint(options: &Options, texts: &[PathBuf]) -> Result<Checkpoint> {
-    let tokenizer = train_tokenizer(options.size.vocab, texts)?;
-    let end_of_text = tokenizer.token_to_id(END_OF_TEXT);
     let size = &options.size;
-    let config = Config {
+    let mut config = Config {
         hidden_size: size.hidden,
         intermediate_size: size.ffn,
-        vocab_size: tokenizer.get_vocab_size(true),
+        vocab_size: size.vocab,
         num_hidden_layers: size.layers,
         num_attention_heads: size.heads,
         num_key_value_heads: size.kv_heads,
         use_flash_attn: false,
         rms_norm_eps: 1e-5,
         rope_theta: 10_000.,
-        bos_token_id: end_of_text,
-        eos_token_id: end_of_text.map(LlamaEosToks::Single),
+        bos_token_id: None,
+        eos_token_id: None,
         rope_scaling: None,
         max_position_embeddings: size.positions,
         tie_word_embeddings: true,
     };
     config::check(&config).context("--scratch")?;
+    let tokenizer = train_tokenizer(size.vocab, texts)?;
+    let end_of_text = tokenizer.token_to_id(END_OF_TEXT);
+    config.vocab_size = tokenizer.get_vocab_size(true);
+    config.bos_token_id = end_of_text;
+    config.eos_token_id = end_of_text.map(LlamaEosToks::Single);
     let weights = weights::random(&config, options.seed)?;
     Ok(Checkpoint {
         config,
@@ -64,6 +68,10 @@ fn train_tokenizer(vocab_size: usize, texts: &[PathBuf]) -> Result<Tokenizer> {
     tokenizer
         .with_pre_tokenizer(Some(byte_level))
         .with_decoder(Some(byte_level));
+    for text in texts {
+        // The tokenizer's own error does not name it.
+        fs::read_to_string(text).with_context(|| format!("cannot read {}", text.display()))?;
+    }
     let files = texts
         .iter()
         .map(|text| text.display().to_string())

@@ -20,6 +20,8 @@ pub struct Trainer {
     measured: Llama,
     optimizer: AdamW,
     batches: Batches,
+    /// Of the text, and of the weights that adapters adapt (0 without).
+    checksums: [u32; 2],
     /// Steps taken.
     step: usize,
 }
@@ -54,6 +56,11 @@ impl Trainer {
             options.seqlen
         );
         let device = batches.device();
+        let of_base = match options.lora {
+            Some(_) => checksum(weights)?,
+            None => 0,
+        };
+        let checksums = [batches.checksum(), of_base];
         let weights = match options.lora {
             Some(rank) => {
                 let projections = options.lora_on.names();
@@ -72,6 +79,7 @@ impl Trainer {
             optimizer: AdamW::new(weights.parameters(), options.weight_decay)?,
             weights,
             batches,
+            checksums,
             step: 0,
         })
     }
@@ -142,15 +150,49 @@ impl Trainer {
         }
         let step = Tensor::new(self.step as i64, self.batches.device())?;
         state.insert("steps_taken".to_string(), step);
+        let checksums = Tensor::new(&self.checksums, self.batches.device())?;
+        state.insert("checksums".to_string(), checksums);
         Ok(state)
     }
 
-    /// Continues from a [`Trainer::state`], to the same bits as if never interrupted.
+    /// Continues from a [`Trainer::state`], to the same bits as if never interrupted. Another text, and another model
+    /// below adapters, are refused.
     pub fn restore(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
+        let step = state.get("steps_taken").context("steps_taken is missing")?;
+        let step = step.to_dtype(DType::I64)?.to_scalar::<i64>()?;
+        let steps = self.options.steps;
+        let step = usize::try_from(step)
+            .ok()
+            .filter(|step| *step <= steps)
+            .with_context(|| format!("{step} steps are said to be taken, of {steps}"))?;
+        let checksums = state.get("checksums").context("checksums are missing")?;
+        let saved = checksums.to_vec1::<u32>()?;
+        ensure!(
+            saved.first() == self.checksums.first(),
+            "the text is not what the run was started on"
+        );
+        ensure!(
+            saved.get(1) == self.checksums.get(1),
+            "the model below the adapters is not what the run was started on"
+        );
         self.weights.parameters().restore(state)?;
         self.optimizer.restore(state)?;
-        let step = state.get("steps_taken").context("steps_taken is missing")?;
-        self.step = step.to_dtype(DType::I64)?.to_scalar::<i64>()? as usize;
+        self.step = step;
         Ok(())
     }
+}
+
+/// Of weights with their names.
+fn checksum(weights: &HashMap<String, Tensor>) -> Result<u32> {
+    let mut names: Vec<&String> = weights.keys().collect();
+    names.sort();
+    let mut hasher = crc32fast::Hasher::new();
+    for name in names {
+        hasher.update(name.as_bytes());
+        let numbers = weights[name].flatten_all()?.to_dtype(DType::F32)?;
+        for number in numbers.to_vec1::<f32>()? {
+            hasher.update(&number.to_le_bytes());
+        }
+    }
+    Ok(hasher.finalize())
 }

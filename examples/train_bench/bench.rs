@@ -34,23 +34,37 @@ pub struct Figures {
 /// Times the largest micro-batch that fits.
 pub fn run(case: Case, args: &Args, device: &Device) -> Result<Row> {
     let memory = GpuMemory::of(device)?;
-    let mut batch = (args.micro_tokens.min(args.tokens) / case.seqlen).max(1);
-    let figures = loop {
-        let figures = match fits(case, batch, args, memory.as_ref())? {
-            true => time(case, batch, args, device, memory.as_ref()).map(Some),
+    let figures = largest_batch(case, args, memory.as_ref(), |batch| {
+        time(case, batch, args, device, memory.as_ref())
+    })?;
+    Ok(Row { case, figures })
+}
+
+/// Runs with ever smaller micro-batches until one fits; nothing if not even one sequence does.
+pub fn largest_batch<T>(
+    case: Case,
+    args: &Args,
+    memory: Option<&GpuMemory>,
+    run: impl Fn(usize) -> Result<T>,
+) -> Result<Option<T>> {
+    let mut batch = args.batch(case.seqlen);
+    loop {
+        let result = match fits(case, batch, args, memory)? {
+            true => run(batch).map(Some),
             false => Ok(None),
         };
-        if let Some(memory) = &memory {
+        if let Some(memory) = memory {
             memory.give_back()?;
         }
-        match figures {
-            Ok(None) if batch > 1 => batch /= 2,
-            Err(error) if is_out_of_memory(&error) && batch > 1 => batch /= 2,
-            Err(error) if is_out_of_memory(&error) => break None,
-            figures => break figures?,
+        let result = match result {
+            Err(error) if is_out_of_memory(&error) => None,
+            result => result?,
+        };
+        if result.is_some() || batch == 1 {
+            return Ok(result);
         }
-    };
-    Ok(Row { case, figures })
+        batch /= 2;
+    }
 }
 
 /// Whether trying is of use. Plain attention's scores alone can be more than the memory, and with 2^32 of them
@@ -84,7 +98,7 @@ fn time(
         seqlen,
     } = case;
     let config = shape.config(seqlen);
-    let micro_batches = (args.tokens / (batch * seqlen)).max(1);
+    let micro_batches = (args.tokens() / (batch * seqlen)).max(1);
     if let Some(memory) = memory {
         memory.start_peak()?;
     }

@@ -8,7 +8,7 @@
 //!
 //! A step is what `--example finetune` does: micro-batches forward and backward, their gradients summed, the
 //! norm, AdamW. It sees `--tokens` tokens whatever their context; the largest micro-batch that fits is taken,
-//! beginning with `--micro-tokens`. A row says "out of memory" where not even one sequence fits.
+//! from `--micro-tokens` down. A row says "out of memory" where not even one sequence fits.
 //! Operations are counted as [`shapes::operations`] states.
 
 mod bench;
@@ -35,7 +35,8 @@ mod training;
 
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
+use candle_core::Device;
 use clap::Parser;
 
 use cli::DeviceName;
@@ -47,28 +48,24 @@ use shapes::{Case, Shape};
 /// Times training steps of models in published shapes.
 #[derive(Debug, Parser)]
 pub struct Args {
-    #[arg(
-        long,
-        value_enum,
-        value_delimiter = ',',
-        default_value = "gpt3-1.3b,gpt3-2.7b,llama-3.2-1b"
-    )]
+    /// [default: gpt3-1.3b,gpt3-2.7b,llama-3.2-1b on cuda, tiny on cpu]
+    #[arg(long, value_enum, value_delimiter = ',')]
     model: Vec<Shape>,
 
-    /// Contexts
-    #[arg(long, value_delimiter = ',', default_value = "2048,4096,8192,16384,32768", value_parser = at_least_one)]
+    /// Contexts [default: 2048,4096,8192,16384,32768 on cuda, 512,2048 on cpu]
+    #[arg(long, value_delimiter = ',', value_parser = at_least_one)]
     seqlen: Vec<usize>,
 
     #[arg(long, value_enum, value_delimiter = ',', default_value = "flash,plain")]
     attention: Vec<Attention>,
 
-    /// Tokens of a step
-    #[arg(long, default_value_t = 32768, value_parser = at_least_one)]
-    tokens: usize,
+    /// Tokens of a step, rounded down to whole micro-batches [default: 32768 on cuda, 4096 on cpu]
+    #[arg(long, value_parser = at_least_one)]
+    tokens: Option<usize>,
 
-    /// Tokens of a micro-batch, or one sequence where that is longer; halved until it fits
-    #[arg(long, default_value_t = 16384, value_parser = at_least_one)]
-    micro_tokens: usize,
+    /// Tokens of a micro-batch, or one sequence where that is longer; halved until it fits [default: --tokens]
+    #[arg(long, value_parser = at_least_one)]
+    micro_tokens: Option<usize>,
 
     /// Keep each block's input alone for the backward and compute its inside again
     #[arg(long)]
@@ -95,12 +92,63 @@ pub struct Args {
     json: bool,
 }
 
-fn main() -> ExitCode {
-    cli::main(|| run(&Args::parse()))
+/// Of `--seqlen`, `--tokens` and `--micro-tokens`: their products with a model's sizes then fit 64 bits.
+const MOST_TOKENS: usize = 1 << 30;
+
+impl Args {
+    /// Fills in what depends on the device and checks what the types admit.
+    fn completed(mut self, device: &Device) -> Result<Self> {
+        let is_cpu = device.is_cpu();
+        if self.model.is_empty() {
+            self.model = match is_cpu {
+                true => vec![Shape::Tiny],
+                false => vec![Shape::Gpt3Xl, Shape::Gpt3Large, Shape::Llama32],
+            };
+        }
+        if self.seqlen.is_empty() {
+            self.seqlen = match is_cpu {
+                true => vec![512, 2048],
+                false => vec![2048, 4096, 8192, 16384, 32768],
+            };
+        }
+        self.tokens = self.tokens.or(Some(if is_cpu { 4096 } else { 32768 }));
+        let sizes = self
+            .seqlen
+            .iter()
+            .chain(&self.tokens)
+            .chain(&self.micro_tokens);
+        for &size in sizes {
+            ensure!(
+                size <= MOST_TOKENS,
+                "--seqlen, --tokens and --micro-tokens must be at most {MOST_TOKENS}, got {size}"
+            );
+        }
+        ensure!(
+            self.peak.is_finite() && self.peak > 0.,
+            "--peak must be a number above 0, got {}",
+            self.peak
+        );
+        Ok(self)
+    }
+
+    fn tokens(&self) -> usize {
+        self.tokens.unwrap_or(MOST_TOKENS)
+    }
+
+    /// Sequences of the first micro-batch to try.
+    fn batch(&self, seqlen: usize) -> usize {
+        let tokens = self.micro_tokens.unwrap_or(MOST_TOKENS).min(self.tokens());
+        (tokens / seqlen).max(1)
+    }
 }
 
-fn run(args: &Args) -> Result<()> {
+fn main() -> ExitCode {
+    cli::main(|| run(Args::parse()))
+}
+
+fn run(args: Args) -> Result<()> {
     let device = args.device.open()?;
+    let args = &args.completed(&device)?;
     let report = Report::new(args);
     if !args.profile {
         report.header()?;
@@ -114,7 +162,7 @@ fn run(args: &Args) -> Result<()> {
                     seqlen,
                 };
                 if args.profile {
-                    report.profile(&profile::run(case, args, &device)?)?;
+                    report.profile(case, profile::run(case, args, &device)?.as_ref())?;
                 } else {
                     report.row(&bench::run(case, args, &device)?)?;
                 }

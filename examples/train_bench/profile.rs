@@ -8,6 +8,8 @@ use candle_core::{Device, Tensor, Var};
 use candle_flash_gqa::training::{cross_entropy, embedding, rope};
 
 use crate::Args;
+use crate::bench::largest_batch;
+use crate::gpu_memory::GpuMemory;
 use crate::model::layers::{Projection, RmsNorm, Rotary, gated};
 use crate::shapes::Case;
 use crate::step::{Step, random_tokens};
@@ -15,7 +17,6 @@ use crate::training::Gradients;
 
 /// The times of one model, attention and context.
 pub struct Profile {
-    pub case: Case,
     pub batch: usize,
     /// Forward, backward and update of a step of one micro-batch, in milliseconds.
     pub phases: [(&'static str, f64); 3],
@@ -32,15 +33,21 @@ pub struct Part {
     pub backward: f64,
 }
 
-/// Times one micro-batch of `--micro-tokens`.
-pub fn run(case: Case, args: &Args, device: &Device) -> Result<Profile> {
+/// Times the largest micro-batch that fits; nothing if not even one sequence does.
+pub fn run(case: Case, args: &Args, device: &Device) -> Result<Option<Profile>> {
+    let memory = GpuMemory::of(device)?;
+    largest_batch(case, args, memory.as_ref(), |batch| {
+        time(case, batch, args, device)
+    })
+}
+
+fn time(case: Case, batch: usize, args: &Args, device: &Device) -> Result<Profile> {
     let Case {
         shape,
         attention,
         seqlen,
     } = case;
     let config = shape.config(seqlen);
-    let batch = (args.micro_tokens / seqlen).max(1);
     let bench = Bench {
         device,
         repeats: args.steps,
@@ -111,7 +118,6 @@ pub fn run(case: Case, args: &Args, device: &Device) -> Result<Profile> {
     let logits = var(&[batch, seqlen, config.vocab_size])?;
     part("cross_entropy", 1, &|| cross_entropy(&logits, &target))?;
     Ok(Profile {
-        case,
         batch,
         phases,
         parts,

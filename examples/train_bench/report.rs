@@ -53,17 +53,10 @@ impl Report {
             seqlen,
         } = row.case;
         let (model, attention) = (shape.to_string(), attention.to_string());
-        let mut out = stdout().lock();
         let Some(figures) = &row.figures else {
-            return Ok(match self.json {
-                true => writeln!(
-                    out,
-                    "{}",
-                    json!({"model": model, "attention": attention, "seqlen": seqlen, "recompute": self.recompute, "out_of_memory": true})
-                ),
-                false => writeln!(out, "{model:13} {attention:9} {seqlen:7} out of memory"),
-            }?);
+            return self.out_of_memory(row.case);
         };
+        let mut out = stdout().lock();
         let share = figures.tflops / self.peak;
         let gib = figures
             .peak_bytes
@@ -94,15 +87,35 @@ impl Report {
         )?)
     }
 
+    fn out_of_memory(&self, case: Case) -> Result<()> {
+        let Case {
+            shape,
+            attention,
+            seqlen,
+        } = case;
+        let (model, attention) = (shape.to_string(), attention.to_string());
+        let mut out = stdout();
+        Ok(match self.json {
+            true => writeln!(
+                out,
+                "{}",
+                json!({"model": model, "attention": attention, "seqlen": seqlen, "recompute": self.recompute, "out_of_memory": true})
+            ),
+            false => writeln!(out, "{model:13} {attention:9} {seqlen:7} out of memory"),
+        }?)
+    }
+
     /// Milliseconds; a part's are those of all of its kind in the model.
-    pub fn profile(&self, profile: &Profile) -> Result<()> {
-        let mut out = stdout().lock();
-        let Profile {
-            case,
+    pub fn profile(&self, case: Case, profile: Option<&Profile>) -> Result<()> {
+        let Some(Profile {
             batch,
             phases,
             parts,
-        } = profile;
+        }) = profile
+        else {
+            return self.out_of_memory(case);
+        };
+        let mut out = stdout().lock();
         let Case {
             shape,
             attention,

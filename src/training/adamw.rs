@@ -12,11 +12,11 @@ use crate::cuda;
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdamWOptions {
     pub learning_rate: f64,
-    /// How much of the first moment is kept.
+    /// How much of the first moment is kept, at least 0 and below 1.
     pub beta1: f64,
-    /// How much of the second moment is kept.
+    /// How much of the second moment is kept, at least 0 and below 1.
     pub beta2: f64,
-    /// Added to the root of the second moment.
+    /// Added to the root of the second moment, at least 0.
     pub eps: f64,
     /// The share of the weight that a step at learning rate 1 takes away.
     pub weight_decay: f64,
@@ -37,6 +37,35 @@ impl Default for AdamWOptions {
             step: 1,
             grad_scale: 1.,
         }
+    }
+}
+
+impl AdamWOptions {
+    fn check(&self) -> Result<()> {
+        for (name, beta) in [("beta1", self.beta1), ("beta2", self.beta2)] {
+            if !(0. ..1.).contains(&beta) {
+                bail!("adamw_step: {name} must be at least 0 and below 1, got {beta:e}");
+            }
+        }
+        if !(self.eps >= 0. && self.eps.is_finite()) {
+            bail!(
+                "adamw_step: eps must be finite and at least 0, got {:e}",
+                self.eps
+            );
+        }
+        for (name, factor) in [
+            ("learning_rate", self.learning_rate),
+            ("weight_decay", self.weight_decay),
+            ("grad_scale", self.grad_scale),
+        ] {
+            if !factor.is_finite() {
+                bail!("adamw_step: {name} must be finite, got {factor}");
+            }
+        }
+        if self.step == 0 {
+            bail!("adamw_step: step is counted from 1, got 0");
+        }
+        Ok(())
     }
 }
 
@@ -77,7 +106,7 @@ pub struct AdamWState<'a> {
 /// # Errors
 ///
 /// Shapes or devices that differ, dtypes other than those above, tensors that are not contiguous or share their
-/// storage, a device without kernels, `step` 0. Nothing is changed then.
+/// storage, a device without kernels, settings out of their range or not finite, `step` 0. Nothing is changed then.
 ///
 /// # Example
 ///
@@ -107,9 +136,7 @@ pub struct AdamWState<'a> {
 /// F32 master is that of P. Micikevicius et al., "Mixed Precision Training", 2017, arXiv 1710.03740, section 3.1.
 pub fn adamw_step(state: &AdamWState<'_>, grad: &Tensor, options: &AdamWOptions) -> Result<()> {
     let written = check_operands(state, grad)?;
-    if options.step == 0 {
-        bail!("adamw_step: step is counted from 1, got 0");
-    }
+    options.check()?;
     let coefficients = Coefficients::new(options);
     let grad = grad.contiguous()?;
     let tensors: Vec<&Tensor> = written.into_iter().map(|(_, tensor)| tensor).collect();

@@ -28,7 +28,8 @@
 //! * They are differentiable in every operand that is not said to be a constant, on the CPU and on CUDA
 //!   (compute capability 8.0 or more), in F16, BF16 and F32, on the CPU in F64 too. Operands of one call have
 //!   one dtype and one device.
-//! * Arithmetic is in f32 and each result is rounded once; in f64 for F64, as are sums on the CPU.
+//! * Arithmetic is in f32 and each result is rounded once; in f64 for F64, as are sums on the CPU. Not so the matrix
+//!   products of [`linear`] and its like, which are candle's: in F16 on the CPU those round within long sums.
 //! * Every result is the same bits on every run, and on the CPU with any number of threads: sums are taken in a
 //!   fixed order, without atomic additions.
 //! * Any strides are taken. [`rope`] reads rows in place; the others copy what is not contiguous.

@@ -98,8 +98,9 @@ impl Recompute {
     ///
     /// Those of `loss.backward()`, and of parts that are run again.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
+        // What a `loss.backward()` of the caller's, or one that failed, has left.
+        mem::take(&mut *lock(&self.grads));
         let grads = loss.backward();
-        // Also after an error, lest they are added to those of the next backward.
         let of_parts = mem::take(&mut *lock(&self.grads));
         let mut grads = grads?;
         grads.extend(of_parts)?;
@@ -148,10 +149,20 @@ impl<Part: Fn(&Tensor) -> Result<Tensor>> CustomOp1 for Rerun<Part> {
 
     fn bwd(&self, x: &Tensor, _out: &Tensor, dout: &Tensor) -> Result<Option<Tensor>> {
         let input = Var::from_tensor(&x.detach())?;
-        let out = (self.part)(&input)?;
-        let mut grads = out.apply_op1(Seed(dout.clone()))?.backward()?;
+        let out = (self.part)(&input)?.apply_op1(Seed(dout.clone()))?;
+        let mut grads = out.backward()?;
         let dx = grads.remove(&input);
-        lock(&self.grads).extend(grads)?;
+        // Of variables alone, and without the graphs that candle's gradients may have: with those each part's activations
+        // would stay until the end of the backward, and so would the gradients of its constants.
+        let mut of_variables = GradStore::default();
+        for node in out.sorted_nodes() {
+            if node.is_variable()
+                && let Some(grad) = grads.remove(node)
+            {
+                of_variables.insert(node, grad.detach());
+            }
+        }
+        lock(&self.grads).extend(of_variables)?;
         match dx {
             Some(dx) => Ok(Some(dx.detach())),
             // candle wants a gradient of every tracked input.

@@ -30,6 +30,7 @@ mod saved;
 #[path = "../../examples/finetune/scratch.rs"]
 mod scratch;
 mod setup;
+mod steps;
 #[path = "../../examples/finetune/trainer.rs"]
 mod trainer;
 #[path = "../../examples/common/training/mod.rs"]

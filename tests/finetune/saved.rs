@@ -1,5 +1,6 @@
 //! What a run leaves in its folder, and what can be done with it.
 
+use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
 
@@ -16,6 +17,7 @@ use crate::options::{LoraOn, Options};
 use crate::plot;
 use crate::run;
 use crate::run_dir::RunDir;
+use crate::scratch;
 use crate::setup::{self, CPU_F32, Place};
 use crate::trainer::Trainer;
 
@@ -290,6 +292,74 @@ fn a_damaged_run_is_named_with_what_to_do() -> Result<()> {
 }
 
 #[test]
+fn a_save_that_was_cut_short_says_what_to_do() -> Result<()> {
+    let folder = TempDir::new()?;
+    let path = folder.path().join("run");
+    let options = setup::options(&[]);
+    let (trainer, dir) = start(&path, &options)?;
+    dir.save(&trainer, &[], &options)?;
+    // The file that a save writes last.
+    fs::remove_file(path.join("training.safetensors"))?;
+    let refused = RunDir::open(&path).err().map(|error| format!("{error:#}"));
+    assert!(refused.is_some_and(|message| message.contains("another --out, or remove the folder")));
+    Ok(())
+}
+
+/// What a restored trainer says of a state, on options with `more`.
+fn refusal(
+    options: &Options,
+    state: &HashMap<String, Tensor>,
+    change: impl FnOnce(&mut Checkpoint),
+) -> Result<String> {
+    let mut checkpoint = setup::checkpoint(options)?;
+    change(&mut checkpoint);
+    let mut trainer = setup::trainer(options, &checkpoint, Attention::Flash)?;
+    let refused = trainer.restore(state);
+    Ok(refused
+        .err()
+        .map_or(String::new(), |error| format!("{error:#}")))
+}
+
+#[test]
+fn a_run_continues_on_its_own_text_and_base_alone() -> Result<()> {
+    for lora in [None, Some(2)] {
+        let mut options = setup::options(&[]);
+        options.lora = lora;
+        let checkpoint = setup::checkpoint(&options)?;
+        let mut trainer = setup::trainer(&options, &checkpoint, Attention::Flash)?;
+        trainer.step()?;
+        let state = trainer.state()?;
+        assert_eq!(refusal(&options, &state, |_| ())?, "");
+
+        let other_base = refusal(&options, &state, |checkpoint| {
+            let norm = checkpoint.weights.get_mut("model.norm.weight").unwrap();
+            *norm = (norm.clone() * 2.).unwrap();
+        })?;
+        assert_eq!(
+            other_base.contains("the model below the adapters"),
+            lora.is_some()
+        );
+
+        let other_text = Options {
+            held_out: 0.1,
+            ..options.clone()
+        };
+        assert!(refusal(&other_text, &state, |_| ())?.contains("the text is not"));
+
+        for steps in [-1i64, options.steps as i64 + 1] {
+            let mut state = state.clone();
+            state.insert("steps_taken".to_string(), Tensor::new(steps, &Device::Cpu)?);
+            let message = refusal(&options, &state, |_| ())?;
+            assert!(
+                message.contains(&format!("{steps} steps are said to be taken, of 12")),
+                "{message}"
+            );
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn numbers_that_no_run_can_have_are_refused() -> Result<()> {
     for flag in [
         "--vocab",
@@ -346,6 +416,31 @@ fn a_plot_that_cannot_be_written_is_refused_before_the_run() -> Result<()> {
             .map(|error| error.to_string());
         assert!(refused.is_some_and(|message| message.contains(expected)));
     }
+    let both = folder.path().join("both.png");
+    let refused = plot::check(&both, Some(&both)).err();
+    assert!(refused.is_some_and(|error| error.to_string().contains("give the image another name")));
+    Ok(())
+}
+
+#[test]
+fn sizes_that_cannot_be_counted_and_texts_that_cannot_be_read_are_named() -> Result<()> {
+    for (flag, name) in [
+        ("--positions", "max_position_embeddings"),
+        ("--hidden", "hidden_size"),
+        ("--vocab", "vocab_size"),
+    ] {
+        let refused = setup::checkpoint(&setup::options(&[flag, "4294967296"]));
+        let message = refused.err().map(|error| format!("{error:#}")).expect(flag);
+        assert!(
+            message.contains(&format!("{name} must be at most")) && message.contains("4294967296"),
+            "{message}"
+        );
+    }
+    let missing = Path::new("no/such/text.txt").to_path_buf();
+    let refused = scratch::checkpoint(&setup::options(&[]), &[missing]).err();
+    assert!(
+        refused.is_some_and(|error| format!("{error:#}").contains("cannot read no/such/text.txt"))
+    );
     Ok(())
 }
 

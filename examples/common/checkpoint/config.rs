@@ -24,6 +24,9 @@ pub fn parse(text: &str) -> Result<Config> {
     Ok(config)
 }
 
+/// Of any dimension: products of two of them and positions then fit what they are counted in.
+const LARGEST_SIZE: usize = 1 << 30;
+
 /// Checks the sizes that everything else divides by.
 pub fn check(config: &Config) -> Result<()> {
     let Config {
@@ -32,6 +35,19 @@ pub fn check(config: &Config) -> Result<()> {
         num_key_value_heads: num_kv_heads,
         ..
     } = *config;
+    for (name, size) in [
+        ("hidden_size", hidden_size),
+        ("intermediate_size", config.intermediate_size),
+        ("vocab_size", config.vocab_size),
+        ("num_hidden_layers", config.num_hidden_layers),
+        ("num_attention_heads", num_heads),
+        ("max_position_embeddings", config.max_position_embeddings),
+    ] {
+        ensure!(
+            size <= LARGEST_SIZE,
+            "{name} must be at most {LARGEST_SIZE}, got {size}"
+        );
+    }
     ensure!(
         num_heads > 0 && hidden_size.is_multiple_of(2 * num_heads) && hidden_size > 0,
         "hidden_size {hidden_size} must be an even multiple of num_attention_heads {num_heads}"

@@ -119,6 +119,11 @@ impl Llama {
         self.norm.forward(&hidden)
     }
 
+    /// Logits of a row.
+    pub fn vocab_size(&self) -> usize {
+        self.embed.dims()[0]
+    }
+
     /// Multiplies hidden states with the output embedding, `(.., hidden_size)` to `(.., vocab_size)`.
     pub fn output(&self, hidden: &Tensor) -> Result<Tensor> {
         self.lm_head.forward(hidden)

@@ -245,6 +245,85 @@ fn tensors_that_cannot_be_updated_in_place() -> Result<()> {
 }
 
 #[test]
+fn settings_that_would_make_every_weight_nan() -> Result<()> {
+    let good = AdamWOptions::default();
+    let nan = f64::NAN;
+    for_each_device(|device| {
+        for (part, options) in [
+            (
+                "beta1 must be at least 0 and below 1, got 1",
+                AdamWOptions {
+                    beta1: 1.,
+                    ..good.clone()
+                },
+            ),
+            (
+                "beta1",
+                AdamWOptions {
+                    beta1: nan,
+                    ..good.clone()
+                },
+            ),
+            (
+                "beta2 must be at least 0 and below 1, got -",
+                AdamWOptions {
+                    beta2: -0.1,
+                    ..good.clone()
+                },
+            ),
+            (
+                "eps must be finite and at least 0",
+                AdamWOptions {
+                    eps: -1e-8,
+                    ..good.clone()
+                },
+            ),
+            (
+                "eps",
+                AdamWOptions {
+                    eps: nan,
+                    ..good.clone()
+                },
+            ),
+            (
+                "learning_rate must be finite, got NaN",
+                AdamWOptions {
+                    learning_rate: nan,
+                    ..good.clone()
+                },
+            ),
+            (
+                "weight_decay",
+                AdamWOptions {
+                    weight_decay: f64::INFINITY,
+                    ..good.clone()
+                },
+            ),
+            (
+                "grad_scale",
+                AdamWOptions {
+                    grad_scale: nan,
+                    ..good.clone()
+                },
+            ),
+        ] {
+            let master = Tensor::ones(3, DType::F32, device)?;
+            let (first_moment, second_moment) = (master.zeros_like()?, master.zeros_like()?);
+            let state = AdamWState {
+                master: &master,
+                first_moment: &first_moment,
+                second_moment: &second_moment,
+                rounded: None,
+            };
+            let done = adamw_step(&state, &Tensor::ones(3, DType::F32, device)?, &options);
+            refused(done.map(|()| master.clone()), &["adamw_step: ", part])?;
+            ensure!(master.to_vec1::<f32>()? == [1.; 3], "changed: {options:?}");
+        }
+        Ok(())
+    })
+}
+
+#[test]
 fn devices_that_differ() -> Result<()> {
     let Some(gpu) = gpu() else {
         return Ok(());

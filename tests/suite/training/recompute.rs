@@ -120,6 +120,20 @@ fn recomputed_gradients_are_the_same_bits() -> Result<()> {
     })
 }
 
+/// Gradients of parts that nobody has taken are not part of the next ones.
+#[test]
+fn a_backward_of_the_loss_alone_leaves_nothing_behind() -> Result<()> {
+    for_each_dtype(HEAD_DIM, |device, dtype| {
+        let model = Model::new(dtype, device)?;
+        let table = model.table.as_tensor();
+        let expected = model.loss(table, &kept)?.backward()?;
+        let recompute = Recompute::default();
+        let loss = || model.loss(table, &|x, part| recompute.run(x, part));
+        loss()?.backward()?;
+        model.same_gradients(&recompute.backward(&loss()?)?, &expected)
+    })
+}
+
 /// As with adapters on a frozen model: what the first block reads is not tracked.
 #[test]
 fn the_first_part_may_read_a_constant() -> Result<()> {
