@@ -1,5 +1,6 @@
 // Copies by the copy engine, sm_90.
-// PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk, cp.async.bulk.tensor, prefetch". One thread.
+// PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk, cp.async.bulk.tensor, cp.reduce.async.bulk,
+// prefetch". One thread.
 #pragma once
 #include <cstdint>
 
@@ -23,6 +24,20 @@ __device__ __forceinline__ void bulk_load(uint32_t smem, const void* gmem, uint3
                "l"(gmem), "r"(bytes), "r"(barrier)
                : "memory");
 }
+
+// Begins to add `bytes` in a row, of 32-bit numbers and a multiple of 16, to device memory; both addresses are aligned
+// to 16 bytes. What ordinary stores have written there needs a proxy fence.
+__device__ __forceinline__ void bulk_add(float* gmem, uint32_t smem, uint32_t bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;" ::"l"(gmem),
+      "r"(smem), "r"(bytes)
+      : "memory");
+}
+// Until all that this thread has begun to add is read from shared memory.
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Until it is added.
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Begins to fetch a tensor map that is a parameter of the kernel.
 __device__ __forceinline__ void prefetch_tensor_map(const void* tensor_map) {

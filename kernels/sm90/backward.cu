@@ -25,6 +25,7 @@
 
 #include "../common/softmax.cuh"
 #include "../ptx/proxy_fence.cuh"
+#include "../ptx/shared.cuh"
 #include "../ptx/stmatrix.cuh"
 #include "../ptx/wgmma.cuh"
 #include "backward_steps.cuh"
@@ -52,6 +53,7 @@ struct SharedStorage {
   SwizzledTile<LayoutKV> k, v;
   SwizzledTile<LayoutS> dscores[2];  // transposed
   QueryStage<LayoutQ> stages[2];
+  alignas(128) float dq[WARPGROUPS * 4][16 * DQ_COLS];  // of each warp, on its way
   Handover keys;
   uint64_t full[2];  // of dscores
   Work work;
@@ -137,18 +139,28 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       ptx::wgmma_fence();
       begin_dq<Element>(acc_dq, shared.dscores[stage(number)], dq_row, shared.k, dq_col);
     };
-    const auto add_dq_of = [&](BackwardStep step, float(&acc_dq)[1][DQ_TILES][4]) {
+    // Where this warp's part of dq begins, and its bytes: of the second warpgroup's columns there may be fewer.
+    const auto staged_dq = [&] { return smem_address(&shared.dq[warpgroup * 4 + ptx::thread_index() / 32 % 4]); };
+    constexpr int LAST_COLS = HEAD_DIM % DQ_COLS == 0 ? DQ_COLS : HEAD_DIM % DQ_COLS;
+    const uint32_t dq_bytes = 16 * (warpgroup == 0 ? DQ_COLS : LAST_COLS) * sizeof(float);
+    // For the copy engine to add. In registers it would hold up the next step: they are read one by one.
+    const auto stage_dq = [&](float(&acc_dq)[1][DQ_TILES][4]) {
       ptx::hold(acc_dq);
-      constexpr int LAST_COLS = HEAD_DIM % DQ_COLS;  // of the second warpgroup, if it has fewer
-      const auto add = [&](auto tiles) {
-        add_dq<Work, WARPGROUPS, IN_ORDER, decltype(tiles)::value>(params, mask, work, step, warpgroup, warpgroup,
-                                                                   dq_row + warp_row(), dq_col, acc_dq, lane_index());
-      };
-      if (LAST_COLS == 0 || warpgroup == 0) {
-        add(std::integral_constant<int, DQ_TILES>());
-      } else {
-        add(std::integral_constant<int, LAST_COLS / 8>());
-      }
+      if (lane_index() == 0) ptx::bulk_wait_read();
+      __syncwarp();  // what lay there has been read
+      const uint32_t to = staged_dq() + lane_index() * 16;
+#pragma unroll
+      for (int j = 0; j < DQ_TILES; ++j) ptx::store_v4(to + j * AccLayout::PIECE * 4, acc_dq[0][j]);
+      ptx::proxy_fence();
+      __syncwarp();  // all lanes' part is there
+    };
+    const auto add_dq_of = [&](BackwardStep step) {
+      if (!IN_ORDER && lane_index() != 0) return;
+      add_dq<Work, IN_ORDER>(params, mask, work, step, warpgroup, dq_row + warp_row(), dq_col, [&](float* piece) {
+        if (lane_index() != 0) return;
+        ptx::bulk_add(piece, staged_dq(), dq_bytes);
+        if (IN_ORDER) ptx::bulk_wait();
+      });
     };
 
     // A step, and dq of the last one.
@@ -214,12 +226,10 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       ptx::wgmma_fence();
       begin_sum<Element>(acc_dk, weights, rows.q);
       ptx::wgmma_wait<1>();  // dq of the last step
+      stage_dq(acc_dq);      // its proxy fence is also that of dscores
       // For the other warpgroup's product dq. It also says that this one has finished with the last step's dscores.
-      // Before the addition, for which the fence would wait.
-      ptx::proxy_fence();
-      __syncwarp();
       if (lane_index() == 0) ptx::mbarrier_arrive(smem_address(&shared.full[now]));
-      if (!is_first) add_dq_of(last_step, acc_dq);
+      if (!is_first) add_dq_of(last_step);
       ++number;
     };
 
@@ -231,7 +241,9 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     ptx::wgmma_wait<0>();
     ptx::hold(acc_dk);
     ptx::hold(acc_dv);
-    add_dq_of({work.end_head - 1, work.m_tiles.end - 1}, acc_dq);
+    stage_dq(acc_dq);
+    add_dq_of({work.end_head - 1, work.m_tiles.end - 1});
+    if (lane_index() == 0) ptx::bulk_wait_read();  // before the block, and its shared memory, ends
   }
 
   store_dk_dv<Element>(params, work, warpgroup_key + warp_row(), 0, acc_dk, acc_dv, lane_index());

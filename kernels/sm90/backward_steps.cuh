@@ -98,26 +98,24 @@ __device__ __forceinline__ void pass_turn(int32_t* counter, int turn, int warpgr
   if (threadIdx.x % WARPGROUP_THREADS == 0) ptx::store_release(counter, turn + 1);
 }
 
-// Adds a warp's part of a tile of dq, USED_TILES accumulators from (warp_row, col) of the step's tile on; IN_ORDER in
-// turn, by counter number `counter` of the COUNTERS that each tile has.
-template <class Work, int COUNTERS, bool IN_ORDER, int USED_TILES, int N_TILES>
+// Runs `add`, which adds a warp's part of a tile of dq to the sums from the pointer on that it gets: those of
+// (row, col) of the step's tile on. IN_ORDER in turn, by the warpgroup's own counter of the tile.
+template <class Work, bool IN_ORDER, class Add>
 __device__ __forceinline__ void add_dq(const BwdParams& params, const Mask& mask, const volatile Work& work,
-                                       BackwardStep step, int warpgroup, int counter, int warp_row, int col,
-                                       const float (&acc)[1][N_TILES][4], int lane) {
+                                       BackwardStep step, int warpgroup, int row, int col, const Add& add) {
   const AttnProblem& p = params.problem;
   // Computed at each use: over the additions they would take the registers of accumulators.
   const auto batch_head = [&] { return static_cast<int64_t>(work.batch) * p.num_heads + ptx::recomputed(step.head); };
   const auto turn_counter = [&] {
     const int m_tiles = padded_rows(p.seqlen_q) / Work::TILE_M;
-    return params.dq_turn + (batch_head() * m_tiles + step.m_tile) * COUNTERS + counter;
+    return params.dq_turn + (batch_head() * m_tiles + step.m_tile) * BACKWARD_WARPGROUPS + warpgroup;
   };
   const auto turn = [&] {
     return dq_turn<Work::TILE_M, Work::TILE_N>(mask, work.n_tile, ptx::recomputed(step.m_tile) * Work::TILE_M);
   };
   if constexpr (IN_ORDER) wait_for_turn(turn_counter(), turn(), warpgroup);
-  float* piece = params.dq_acc + batch_head() * padded_rows(p.seqlen_q) * HEAD_DIM +
-                 AccLayout::piece(step.m_tile * Work::TILE_M + warp_row, col, HEAD_DIM);
-  add_to_pieces<HEAD_DIM, USED_TILES>(piece, acc, lane);
+  add(params.dq_acc + batch_head() * padded_rows(p.seqlen_q) * HEAD_DIM +
+      AccLayout::piece(step.m_tile * Work::TILE_M + row, col, HEAD_DIM));
   if constexpr (IN_ORDER) pass_turn(turn_counter(), turn(), warpgroup);
 }
 

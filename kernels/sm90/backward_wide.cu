@@ -8,7 +8,7 @@
 // The two warpgroups share the rows of scores^T and dprobs^T, keys by rows, and the columns of dk, dv and dq. So probs
 // and dscores go through shared memory, and each is waited for by the other warpgroup. Products that do not depend on
 // what comes next fill the time. A warpgroup issues
-//   scores, dprobs | exponentials | dq of the last step, dv | dscores | dk | the addition to dq
+//   scores, dprobs | exponentials | dq of the last step, dv | dscores | the addition to dq | dk
 // and waits, at each bar, only for what it needs next.
 //
 // Expected, as in backward.cu, for a step of 64 rows x 64 keys:
@@ -128,8 +128,8 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 
     const auto add_dq_of = [&](BackwardStep step, float(&acc_dq)[1][COL_TILES][4]) {
       ptx::hold(acc_dq);
-      add_dq<Work, WARPGROUPS, IN_ORDER, COL_TILES>(params, mask, work, step, warpgroup, warpgroup, warp_row(),
-                                                    warpgroup * COLS, acc_dq, lane_index());
+      add_dq<Work, IN_ORDER>(params, mask, work, step, warpgroup, warp_row(), warpgroup * COLS,
+                             [&](float* piece) { add_to_pieces<HEAD_DIM, COL_TILES>(piece, acc_dq, lane_index()); });
     };
     // Writes this warp's part of probs or dscores, for the products of both warpgroups.
     const auto share = [&](SwizzledTile<LayoutS>& tile, uint64_t& full, const uint32_t(&packed)[ROW_BLOCKS][4]) {
@@ -203,12 +203,12 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
         }
       share(shared.dscores[now], shared.full[2 + now], dscores);
 
+      ptx::wgmma_wait<1>();  // dq of the last step
+      if (!is_first) add_dq_of(last_step, acc_dq);
       ptx::mbarrier_wait(smem_address(&shared.full[2 + now]), phase(number));
       ptx::hold(acc_dk);
       ptx::wgmma_fence();
       begin_sum<Element>(acc_dk, shared.dscores[now], rows.q, warpgroup);
-      ptx::wgmma_wait<2>();  // dq of the last step
-      if (!is_first) add_dq_of(last_step, acc_dq);
       ++number;
     };
 

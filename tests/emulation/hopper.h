@@ -337,6 +337,28 @@ inline void copy_bytes(uint32_t smem, const void* gmem, uint32_t bytes, uint32_t
   });
 }
 
+// How many a thread has under way. They read at any time before it waits.
+inline std::map<int, int> additions;
+inline void add_bytes(float* gmem, uint32_t smem, uint32_t bytes) {
+  if (smem % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(gmem) % 16) fault("an addition of %u bytes from %#x", bytes, smem);
+  for (uint32_t i = 0; i < bytes; ++i)
+    if (is_unfenced[(smem + i - SHARED_BASE) % SHARED_SIZE]) fault("an addition reads %#x: no proxy fence", smem + i);
+  const int thread = current->index;
+  ++additions[thread];
+  start([=] {
+    for (uint32_t i = 0; i < bytes / 4; ++i) {
+      float x;
+      std::memcpy(&x, at(smem + 4 * i, 4), 4);
+      gmem[i] += x;
+    }
+    --additions[thread];
+  });
+}
+inline void wait_for_additions() {
+  const int thread = current->index;
+  wait("an addition", [thread] { return additions[thread] == 0; });
+}
+
 inline const bool these_end_with_the_block = (resets.push_back([] {
   counting_barriers.clear();
   named_barriers.clear();
@@ -345,6 +367,7 @@ inline const bool these_end_with_the_block = (resets.push_back([] {
   for (const auto& [index, warpgroup] : warpgroups)
     if (!warpgroup.groups.empty() || !warpgroup.open.empty()) fault("warpgroup %d ended with products under way", index);
   warpgroups.clear();
+  additions.clear();
   unfenced_stores.clear();
   std::memset(is_unfenced, 0, sizeof is_unfenced);
 }), true);
