@@ -6,10 +6,9 @@
 // registers  given 24 + 2 x 240
 //
 // The two warpgroups share the rows of scores^T and dprobs^T, keys by rows, and the columns of dk, dv and dq. So probs
-// and dscores go through shared memory, and each is waited for by the other warpgroup. Products that do not depend on
-// what comes next fill the time. A warpgroup issues
-//   scores, dprobs | exponentials | dq of the last step, dv | dscores | the addition to dq | dk
-// and waits, at each bar, only for what it needs next.
+// and dscores go through shared memory, and are waited for by the other warpgroup. A warpgroup issues
+//   dq, dv, dk, scores and dprobs of the next step | the addition to dq | probs, dscores of the next step
+// and waits, at each bar, only for what it needs next: the additions have four products beside them.
 //
 // Expected, as in backward.cu, for a step of 64 rows x 64 keys:
 //   head_dim   MMA    MUFU   shared        dq     so, H200, 16384 keys, full / causal TFLOP/s
@@ -46,7 +45,7 @@ struct SharedStorage {
   SwizzledTile<LayoutS> probs[2], dscores[2];  // transposed
   QueryStage<LayoutQ> stages[2];
   Handover keys;
-  uint64_t full[4];  // of probs, of dscores
+  uint64_t full[2];  // of probs and dscores
   Work work;
 };
 static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
@@ -55,12 +54,12 @@ static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
 
 // ---- device steps -----------------------------------------------------------------------------------
 
-// Begins acc = keys rows^T, of a warpgroup's rows.
+// Begins acc = keys rows^T, of a warpgroup's rows. `offset` is 0.
 template <class Element>
 __device__ __forceinline__ void begin_scores(float (&acc)[1][ROW_TILES][4], const SwizzledTile<LayoutKV>& keys,
-                                             const SwizzledTile<LayoutQ>& rows, int first_row) {
-  const auto a = k_major<LayoutKV>(smem_address(&keys));
-  const auto b = k_major<LayoutQ>(smem_address(&rows) + first_row * LayoutQ::ROW_BYTES);
+                                             const SwizzledTile<LayoutQ>& rows, int first_row, int offset) {
+  const auto a = k_major<LayoutKV>(smem_address(&keys) + offset);
+  const auto b = k_major<LayoutQ>(smem_address(&rows) + offset + first_row * LayoutQ::ROW_BYTES);
 #pragma unroll
   for (int block = 0; block < HEAD_BLOCKS; ++block)
     ptx::Wgmma<Element, ROWS>::template ss<false, false>(acc[0], a.after(k_major_step<LayoutKV>(block)),
@@ -100,6 +99,13 @@ __device__ __forceinline__ void begin_dq(float (&acc)[1][COL_TILES][4], const Sw
   ptx::wgmma_commit();
 }
 
+// Adds accumulators [BEGIN, END) of a warp to the pieces of dq from `piece` on.
+template <int BEGIN, int END>
+__device__ __forceinline__ void add_tiles(float* piece, const float (&acc)[1][COL_TILES][4], int lane) {
+#pragma unroll
+  for (int j = BEGIN; j < END; ++j) ptx::red_add_v4(piece + j * AccLayout::PIECE + lane * AccLayout::LANE_STRIDE, acc[0][j]);
+}
+
 // What computing warpgroup `warpgroup` does.
 template <class Element, bool IN_ORDER>
 __device__ __forceinline__ void compute(const BackwardArguments& arguments, SharedStorage& shared, int warpgroup) {
@@ -126,102 +132,105 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 
     shared.keys.wait_full(0);
 
-    const auto add_dq_of = [&](BackwardStep step, float(&acc_dq)[1][COL_TILES][4]) {
+    // `between` runs when half of the additions are made, and may use their registers.
+    const auto add_dq_of = [&](BackwardStep step, float(&acc_dq)[1][COL_TILES][4], const auto& between) {
       ptx::hold(acc_dq);
-      add_dq<Work, IN_ORDER>(params, mask, work, step, warpgroup, warp_row(), warpgroup * COLS,
-                             [&](float* piece) { add_to_pieces<HEAD_DIM, COL_TILES>(piece, acc_dq, lane_index()); });
+      add_dq<Work, IN_ORDER>(params, mask, work, step, warpgroup, warp_row(), warpgroup * COLS, [&](float* piece) {
+        add_tiles<0, COL_TILES / 2>(piece, acc_dq, lane_index());
+        between();
+        add_tiles<COL_TILES / 2, COL_TILES>(piece, acc_dq, lane_index());
+      });
     };
     // Writes this warp's part of probs or dscores, for the products of both warpgroups.
-    const auto share = [&](SwizzledTile<LayoutS>& tile, uint64_t& full, const uint32_t(&packed)[ROW_BLOCKS][4]) {
+    const auto store = [&](SwizzledTile<LayoutS>& tile, const uint32_t(&packed)[ROW_BLOCKS][4]) {
       const int lane = lane_index();
       const uint32_t row = smem_address(&tile) + (warp_row() + lane % 16) * LayoutS::ROW_BYTES;
 #pragma unroll
       for (int block = 0; block < ROW_BLOCKS; ++block)
         ptx::stmatrix_x4(row + LayoutS::permuted(lane, warpgroup * (ROWS / 8) + 2 * block + lane / 16) * 16, packed[block]);
-      ptx::proxy_fence();
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(smem_address(&full));
     };
 
-    // A step, and dq of the last one. Of two stages of probs and dscores one is written while the other warpgroup may
-    // still read the other; that it has finished with the one before that, it says with its probs of this step.
-    const auto run_step = [&](BackwardStep last_step) {
-      const bool is_first = number == 0;
-      const uint32_t now = stage(number);
-      QueryStage<LayoutQ>& rows = shared.stages[now];
-      float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][COL_TILES][4];
-
-      rows.handover.wait_full(phase(number));
+    // Begins scores and dprobs of step `number`, whose rows are there. `zero` is 0, not known to the compiler for the
+    // first step: it would keep the descriptors of both places that call this, and has no registers for them.
+    const auto begin_both = [&](uint32_t number, float(&scores)[1][ROW_TILES][4], float(&dprobs)[1][ROW_TILES][4], int offset) {
+      const QueryStage<LayoutQ>& rows = shared.stages[stage(number)];
       ptx::wgmma_fence();
-      begin_scores<Element>(scores, shared.k, rows.q, warpgroup * ROWS);
-      ptx::wgmma_wait<1>();  // dv and dk of the last step
-      ptx::hold(acc_dv);
-      ptx::hold(acc_dk);
-      if (!is_first) shared.stages[now ^ 1].handover.release(is_speaker);
-      ptx::wgmma_fence();
-      begin_scores<Element>(dprobs, shared.v, rows.dout, warpgroup * ROWS);
-
-      const int first_row = step.m_tile * TILE_M, first_key = work.n_tile * TILE_N;
-      const bool is_masked =
-          !mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N);
-      const float scale_log2 = p.softmax_scale * LOG2_E;
-      float2 statistic[ROW_TILES];  // lse, then delta: read before what they are for is there
-      read_statistic<0, ROW_TILES>(statistic, rows.lse_log2 + warpgroup * ROWS, lane_index());
-      ptx::wgmma_wait<1>();  // scores
+      begin_scores<Element>(scores, shared.k, rows.q, warpgroup * ROWS, offset);
+      begin_scores<Element>(dprobs, shared.v, rows.dout, warpgroup * ROWS, offset);
+    };
+    // Makes probs and dscores of them. Of two stages of both one is written while the other warpgroup may still read
+    // the other; that it has finished with the one before that, it says with those of the last step.
+    const auto share = [&](uint32_t number, BackwardStep step, float(&scores)[1][ROW_TILES][4],
+                           float(&dprobs)[1][ROW_TILES][4]) {
       ptx::hold(scores);
-      if (is_masked)
-        mask_scores_transposed(scores, mask, first_row + warpgroup * ROWS, first_key + warp_row(), lane_index());
-      uint32_t probs[ROW_BLOCKS][4];
-#pragma unroll
-      for (int j = 0; j < ROW_TILES; ++j)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          probs[j / 2][j % 2 * 2 + half] =
-              pack<Element>(ptx::exp2(scores[0][j][2 * half] * scale_log2 - statistic[j].x),
-                            ptx::exp2(scores[0][j][2 * half + 1] * scale_log2 - statistic[j].y));
-      share(shared.probs[now], shared.full[now], probs);
-
-      // The last step has waited for these dscores. In the first step it is of what lies there, and added nowhere.
-      ptx::wgmma_fence();
-      begin_dq<Element>(acc_dq, shared.dscores[now ^ 1], shared.k, warpgroup);
-      ptx::mbarrier_wait(smem_address(&shared.full[now]), phase(number));
-      ptx::hold(acc_dv);
-      ptx::wgmma_fence();
-      begin_sum<Element>(acc_dv, shared.probs[now], rows.dout, warpgroup);
-
-      read_statistic<0, ROW_TILES>(statistic, rows.delta + warpgroup * ROWS, lane_index());
-      ptx::wgmma_wait<2>();  // dprobs
       ptx::hold(dprobs);
-      uint32_t dscores[ROW_BLOCKS][4];
+      const QueryStage<LayoutQ>& rows = shared.stages[stage(number)];
+      const int first_row = step.m_tile * TILE_M, first_key = work.n_tile * TILE_N;
+      if (!mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N))
+        mask_scores_transposed(scores, mask, first_row + warpgroup * ROWS, first_key + warp_row(), lane_index());
+      const float scale_log2 = p.softmax_scale * LOG2_E;
+      float2 lse[ROW_TILES], delta[ROW_TILES];
+      read_statistic<0, ROW_TILES>(lse, rows.lse_log2 + warpgroup * ROWS, lane_index());
+      read_statistic<0, ROW_TILES>(delta, rows.delta + warpgroup * ROWS, lane_index());
+      uint32_t probs[ROW_BLOCKS][4], dscores[ROW_BLOCKS][4];
 #pragma unroll
       for (int j = 0; j < ROW_TILES; ++j)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float2 prob = unpack<Element>(probs[j / 2][j % 2 * 2 + half]);
-          dscores[j / 2][j % 2 * 2 + half] = pack<Element>(prob.x * (dprobs[0][j][2 * half] - statistic[j].x),
-                                                           prob.y * (dprobs[0][j][2 * half + 1] - statistic[j].y));
+          uint32_t& packed = probs[j / 2][j % 2 * 2 + half];
+          packed = pack<Element>(ptx::exp2(scores[0][j][2 * half] * scale_log2 - lse[j].x),
+                                 ptx::exp2(scores[0][j][2 * half + 1] * scale_log2 - lse[j].y));
+          const float2 prob = unpack<Element>(packed);
+          dscores[j / 2][j % 2 * 2 + half] = pack<Element>(prob.x * (dprobs[0][j][2 * half] - delta[j].x),
+                                                           prob.y * (dprobs[0][j][2 * half + 1] - delta[j].y));
         }
-      share(shared.dscores[now], shared.full[2 + now], dscores);
-
-      ptx::wgmma_wait<1>();  // dq of the last step
-      if (!is_first) add_dq_of(last_step, acc_dq);
-      ptx::mbarrier_wait(smem_address(&shared.full[2 + now]), phase(number));
-      ptx::hold(acc_dk);
-      ptx::wgmma_fence();
-      begin_sum<Element>(acc_dk, shared.dscores[now], rows.q, warpgroup);
-      ++number;
+      store(shared.probs[stage(number)], probs);
+      store(shared.dscores[stage(number)], dscores);
+      ptx::proxy_fence();
+      __syncwarp();
+      if (lane_index() == 0) ptx::mbarrier_arrive(smem_address(&shared.full[stage(number)]));
     };
 
-    for (BackwardStep last = step; step.head < work.end_head; last = step, step = step_after<false>(step, work))
-      run_step(last);
+    {
+      float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4];
+      shared.stages[0].handover.wait_full(0);
+      begin_both(0, scores, dprobs, ptx::recomputed(0));
+      ptx::wgmma_wait<0>();
+      share(0, step, scores, dprobs);
+    }
+    // The rest of a step, and the beginning of the next.
+    const auto run_step = [&](BackwardStep next) {
+      const uint32_t now = stage(number);
+      const QueryStage<LayoutQ>& rows = shared.stages[now];
+      float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][COL_TILES][4];
 
-    float acc_dq[1][COL_TILES][4];
-    ptx::wgmma_fence();
-    begin_dq<Element>(acc_dq, shared.dscores[stage(number - 1)], shared.k, warpgroup);
-    ptx::wgmma_wait<0>();
-    ptx::hold(acc_dk);
-    ptx::hold(acc_dv);
-    add_dq_of({work.end_head - 1, work.m_tiles.end - 1}, acc_dq);
+      ptx::mbarrier_wait(smem_address(&shared.full[now]), phase(number));
+      ptx::hold(acc_dv);
+      ptx::hold(acc_dk);
+      ptx::wgmma_fence();
+      begin_dq<Element>(acc_dq, shared.dscores[now], shared.k, warpgroup);
+      begin_sum<Element>(acc_dv, shared.probs[now], rows.dout, warpgroup);
+      begin_sum<Element>(acc_dk, shared.dscores[now], rows.q, warpgroup);
+      ptx::wgmma_wait<2>();  // dq
+      const bool is_last = next.head >= work.end_head;
+      add_dq_of(step, acc_dq, [&] {
+        // After the last step of what lies there, and used nowhere.
+        if (!is_last) shared.stages[now ^ 1].handover.wait_full(phase(number + 1));
+        begin_both(number + 1, scores, dprobs, 0);
+      });
+      ptx::wgmma_wait<2>();  // dv, dk
+      ptx::hold(acc_dv);
+      ptx::hold(acc_dk);
+      shared.stages[now].handover.release(is_speaker);
+      ptx::wgmma_wait<0>();
+      ++number;
+      if (!is_last) share(number, next, scores, dprobs);
+    };
+
+    for (BackwardStep next; step.head < work.end_head; step = next) {
+      next = step_after<false>(step, work);
+      run_step(next);
+    }
   }
 
   store_dk_dv<Element>(params, work, warp_row(), warpgroup * COLS, acc_dk, acc_dv, lane_index());
