@@ -4,12 +4,15 @@
 //            block for each multiprocessor, which takes one piece of each round; else one block for each piece
 // block      a warpgroup that loads (one thread of it) and WARPGROUPS that compute, 64 rows each, from q to out
 // shared     q tile; STAGES k tiles and v tiles: 89 (head_dim 64), 161 (96, 128), 217 (192), 225 KiB (256)
-// registers  given 32 + 3 x 160 (64), 24 + 2 x 240 (others); used by those that compute 157, 181 (96), 184 (128), 238;
+// registers  given 32 + 3 x 160 (64), 24 + 2 x 240 (others); used by those that compute 158, 179 (96), 224 (128), 238 (192), 233;
 //            none spilled
 //
 // A warpgroup's steps overlap: the softmax of a tile runs beside the product of the last one's probabilities with v.
 // Up to head_dim 128 the warpgroups also issue their products in turn, so that one's softmax falls into another's
-// products. K and V have barriers of their own: k's stage is free before the softmax.
+// products. K and V have barriers of their own.
+//
+// A step without a mask looks for no maxima: its exponentials are relative to those that the rows have. Only where one
+// becomes too large are the scores computed again, and the maxima moved; so k's stage is free after the softmax alone.
 //
 // Expected, cycles of a multiprocessor for a tile of rows x keys (design: MMA 4 M N d / 4096, MUFU M N / 16, shared
 // memory operand reads + fills at 128 bytes):
@@ -150,7 +153,10 @@ __device__ __forceinline__ void begin_out(float (&out)[1][OUT_TILES][4], const P
   ptx::wgmma_commit();
 }
 
-// One computing warpgroup's turn to issue products (WARPGROUPS barriers, numbers from 1 on).
+// Named barriers, WARPGROUPS of each kind: of `Turn`, and one warpgroup's own.
+constexpr int TURN = 1, AGREEMENT = TURN + WARPGROUPS;
+
+// One computing warpgroup's turn to issue products.
 struct Turn {
   int warpgroup;
 
@@ -159,15 +165,15 @@ struct Turn {
 
   // The first warpgroup's first turn: it arrives for the last one.
   __device__ void begin() const {
-    if (Tile::IN_TURN && warpgroup == 0) ptx::named_barrier_arrive(1, BOTH);
+    if (Tile::IN_TURN && warpgroup == 0) ptx::named_barrier_arrive(TURN, BOTH);
   }
   // Until the one before has issued its products. All take the same number of turns; what the last one passes on
   // at the end nobody waits for.
   __device__ void wait() const {
-    if (Tile::IN_TURN) ptx::named_barrier_sync(1 + warpgroup, BOTH);
+    if (Tile::IN_TURN) ptx::named_barrier_sync(TURN + warpgroup, BOTH);
   }
   __device__ void pass_on() const {
-    if (Tile::IN_TURN) ptx::named_barrier_arrive(warpgroup + 1 == WARPGROUPS ? 1 : 2 + warpgroup, BOTH);
+    if (Tile::IN_TURN) ptx::named_barrier_arrive(TURN + (warpgroup + 1 == WARPGROUPS ? 0 : warpgroup + 1), BOTH);
   }
 };
 
@@ -228,23 +234,47 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
         turn.pass_on();
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
-        shared.k_handover[k_place.stage].release(is_speaker);
-        k_place.advance();
         --n_tile;
-        if constexpr (decltype(is_masked)::value) mask_scores(scores, mask, warp_row, n_tile * TILE_N, lane);
-        const bool moved = softmax.move_references(scores, factor, keep_rescale);
-        softmax.exponentiate(scores, factor);
-        // All this beside the product with v.
-        ptx::finish_before(softmax.row_sum[0][0]);
-        ptx::finish_before(softmax.row_sum[0][1]);
-        ptx::wgmma_wait<0>();
-        ptx::hold(out);
-        ptx::hold(scores);
-        shared.v_handover[v_place.stage].release(is_speaker);
-        v_place.advance();
-        if (moved) {
-          OnlineSoftmax<1>::rescale_row(out, 0, 0, rescale[0]);
-          OnlineSoftmax<1>::rescale_row(out, 0, 1, rescale[1]);
+        // The softmax, beside the product with v.
+        const auto finish_out = [&] {
+          ptx::wgmma_wait<0>();
+          ptx::hold(out);
+          ptx::hold(scores);
+          shared.v_handover[v_place.stage].release(is_speaker);
+          v_place.advance();
+        };
+        const auto release_k = [&] {
+          shared.k_handover[k_place.stage].release(is_speaker);
+          k_place.advance();
+        };
+        if constexpr (decltype(is_masked)::value) {
+          release_k();
+          mask_scores(scores, mask, warp_row, n_tile * TILE_N, lane);
+          const bool moved = softmax.move_references(scores, factor, keep_rescale);
+          softmax.exponentiate(scores, factor);
+          ptx::finish_before(softmax.row_sum[0][0]);
+          ptx::finish_before(softmax.row_sum[0][1]);
+          finish_out();
+          if (moved) {
+            OnlineSoftmax<1>::rescale_row(out, 0, 0, rescale[0]);
+            OnlineSoftmax<1>::rescale_row(out, 0, 1, rescale[1]);
+          }
+        } else {
+          float tile_sum[1][2];
+          const bool fits = softmax.exponentiate_as_is(scores, tile_sum, factor);
+          // No hazard: the four warps have to agree, since a product is of all of them.
+          const bool again = ptx::named_barrier_any(AGREEMENT + warpgroup, WARPGROUP_THREADS, !fits);
+          finish_out();
+          if (again) {  // rare
+            ptx::wgmma_fence();
+            begin_scores<Element>(scores, q, k_major<LayoutKV>(smem_address(&shared.k[k_place.stage])));
+            ptx::wgmma_wait<0>();
+            ptx::hold(scores);
+            softmax.exponentiate_again(scores, out, tile_sum, factor);
+          }
+          release_k();
+          softmax.row_sum[0][0] += tile_sum[0][0];
+          softmax.row_sum[0][1] += tile_sum[0][1];
         }
         probs = PackedA<Element, 1, N_TILES>(scores);
       };
