@@ -1,15 +1,19 @@
 // out and lse, FlashAttention-3, Algorithms 1 and 2, for wgmma and the copy engine (sm_90a).
 //
-// grid       full attention, whose pieces of work (tile of 64 * WARPGROUPS query rows, head) are of one size: one
-//            block for each multiprocessor, which takes one piece of each round; else one block for each piece
-// block      a warpgroup that loads (one thread of it) and WARPGROUPS that compute, 64 rows each, from q to out
+// grid       one block for each multiprocessor, which takes one piece of work (tile of 64 * WARPGROUPS query rows,
+//            head) after the other: the next that nobody has, or, in full attention, where all are of one size, one of
+//            each round
+// block      a warpgroup that loads (one warp of it) and WARPGROUPS that compute, 64 rows each, from q to out
 // shared     q tile; STAGES k tiles and v tiles: 89 (head_dim 64), 161 (96, 128), 217 (192), 225 KiB (256)
-// registers  given 32 + 3 x 160 (64), 24 + 2 x 240 (others); used by those that compute 157, 181 (96), 184 (128), 238;
+// registers  given 32 + 3 x 160 (64), 24 + 2 x 240 (others); used by those that compute 152, 172 (96), 224 (128), 238;
 //            none spilled
 //
 // A warpgroup's steps overlap: the softmax of a tile runs beside the product of the last one's probabilities with v.
 // Up to head_dim 128 the warpgroups also issue their products in turn, so that one's softmax falls into another's
-// products. K and V have barriers of their own: k's stage is free before the softmax.
+// products. K and V have barriers of their own.
+//
+// A step without a mask looks for no maxima: its exponentials are relative to those that the rows have. Only where one
+// becomes too large are the scores computed again, and the maxima moved; so k's stage is free after the softmax alone.
 //
 // Expected, cycles of a multiprocessor for a tile of rows x keys (design: MMA 4 M N d / 4096, MUFU M N / 16, shared
 // memory operand reads + fills at 128 bytes):
@@ -60,7 +64,8 @@ struct SharedStorage {
   SwizzledTile<LayoutQ> q;
   SwizzledTile<LayoutKV> k[STAGES];
   SwizzledTile<LayoutKV> v[STAGES];
-  Handover q_handover, k_handover[STAGES], v_handover[STAGES];
+  uint32_t piece;  // of work: the warp that loads tells the others
+  Handover piece_handover, q_handover, k_handover[STAGES], v_handover[STAGES];
 };
 static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
 
@@ -68,19 +73,11 @@ using Place = RingPlace<STAGES>;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// The pieces of a block: one of each round of gridDim.x, in every other round counted from the end, so that who got
-// a longer piece than the others gets a shorter one next.
-struct Pieces {
-  uint32_t round_begin = 0, place = blockIdx.x;
-
-  __device__ uint32_t piece() const { return round_begin + place; }
-  // A last round may be cut short; none follows it.
-  __device__ bool is_end(uint32_t pieces) const { return piece() >= pieces; }
-  __device__ void advance() {
-    round_begin += gridDim.x;
-    place = gridDim.x - 1 - place;
-  }
-};
+// The piece of work that a block does after `piece`, the first being blockIdx.x; one past the last: there are no more.
+// `counter` is of those that blocks have taken after their first. Without it, one of each round of gridDim.x.
+__device__ __forceinline__ uint32_t piece_after(uint32_t piece, uint32_t* counter) {
+  return gridDim.x + (counter != nullptr ? atomicAdd(counter, 1u) : piece);
+}
 
 // ---- device steps: loading --------------------------------------------------------------------------
 
@@ -89,41 +86,57 @@ template <class Layout>
 __device__ __forceinline__ void refill(SwizzledTile<Layout>& tile, Handover& handover, uint32_t phase,
                                        const TensorMap& tensor, int row, int head, int batch) {
   handover.wait_empty(phase);
-  handover.expect(Layout::BYTES);
-  load_tile(tile, handover, tensor, row, head, batch);
+  __syncwarp();  // all lanes have seen that phase end, before the next one can
+  if (threadIdx.x == 0) {
+    handover.expect(Layout::BYTES);
+    load_tile(tile, handover, tensor, row, head, batch);
+  }
 }
 
-// What the loading warpgroup does: one thread of it.
+// What the loading warpgroup does: one warp of it, whose first lane loads. (With one thread alone the assembler spills
+// where LOAD_REGISTERS is 24.)
 __device__ __forceinline__ void load_all(const Arguments& arguments, SharedStorage& shared) {
-  ptx::prefetch_tensor_map(&arguments.q.map);
-  ptx::prefetch_tensor_map(&arguments.k.map);
-  ptx::prefetch_tensor_map(&arguments.v.map);
-  Place k_place, v_place;
-  uint32_t q_phase = 0;
-  for (Pieces at; !at.is_end(arguments.pieces); at.advance()) {
-    const Work work(arguments.params.problem, at.piece());
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensor_map(&arguments.q.map);
+    ptx::prefetch_tensor_map(&arguments.k.map);
+    ptx::prefetch_tensor_map(&arguments.v.map);
+  }
+  Place place;  // of the next v; in a piece of work, k is one further
+  uint32_t piece_phase = 0, q_phase = 0;
+  for (uint32_t piece = blockIdx.x, next = 0;; piece = ptx::uniform(next)) {
+    shared.piece_handover.wait_empty(piece_phase);  // all have read the last one
+    __syncwarp();                                   // as in `refill`
+    if (threadIdx.x == 0) {
+      shared.piece = piece;
+      shared.piece_handover.publish();
+    }
+    piece_phase ^= 1;
+    if (piece >= arguments.pieces) break;
+    if (threadIdx.x == 0) next = piece_after(piece, arguments.params.next_piece);  // on its way while tiles are loaded
+    const Work work(arguments.params.problem, piece);
     if (work.n_tiles.begin >= work.n_tiles.end) continue;
-    const auto load_k = [&](int n_tile) {
-      refill(shared.k[k_place.stage], shared.k_handover[k_place.stage], k_place.phase, arguments.k,
-             n_tile * TILE_N, work.kv_head, work.batch);
-      k_place.advance();
+    const auto load_k = [&](int n_tile, Place to) {
+      refill(shared.k[to.stage], shared.k_handover[to.stage], to.phase, arguments.k, n_tile * TILE_N, work.kv_head,
+             work.batch);
     };
-    const auto load_v = [&](int n_tile) {
-      refill(shared.v[v_place.stage], shared.v_handover[v_place.stage], v_place.phase, arguments.v,
-             n_tile * TILE_N, work.kv_head, work.batch);
-      v_place.advance();
+    const auto load_v = [&](int n_tile, Place to) {
+      refill(shared.v[to.stage], shared.v_handover[to.stage], to.phase, arguments.v, n_tile * TILE_N, work.kv_head,
+             work.batch);
     };
     // In the order in which they are used.
     int n_tile = work.n_tiles.end - 1;
-    load_k(n_tile);
+    load_k(n_tile, place);
     refill(shared.q, shared.q_handover, q_phase, arguments.q, work.first_row, work.head, work.batch);
     q_phase ^= 1;
 #pragma unroll 1  // few registers
     for (; n_tile > work.n_tiles.begin; --n_tile) {
-      load_k(n_tile - 1);
-      load_v(n_tile);
+      const Place v_place = place;
+      place.advance();
+      load_k(n_tile - 1, place);
+      load_v(n_tile, v_place);
     }
-    load_v(n_tile);
+    load_v(n_tile, place);
+    place.advance();
   }
 }
 
@@ -150,7 +163,10 @@ __device__ __forceinline__ void begin_out(float (&out)[1][OUT_TILES][4], const P
   ptx::wgmma_commit();
 }
 
-// One computing warpgroup's turn to issue products (WARPGROUPS barriers, numbers from 1 on).
+// Named barriers, WARPGROUPS of each kind: of `Turn`, and one warpgroup's own.
+constexpr int TURN = 1, AGREEMENT = TURN + WARPGROUPS;
+
+// One computing warpgroup's turn to issue products.
 struct Turn {
   int warpgroup;
 
@@ -159,15 +175,15 @@ struct Turn {
 
   // The first warpgroup's first turn: it arrives for the last one.
   __device__ void begin() const {
-    if (Tile::IN_TURN && warpgroup == 0) ptx::named_barrier_arrive(1, BOTH);
+    if (Tile::IN_TURN && warpgroup == 0) ptx::named_barrier_arrive(TURN, BOTH);
   }
   // Until the one before has issued its products. All take the same number of turns; what the last one passes on
   // at the end nobody waits for.
   __device__ void wait() const {
-    if (Tile::IN_TURN) ptx::named_barrier_sync(1 + warpgroup, BOTH);
+    if (Tile::IN_TURN) ptx::named_barrier_sync(TURN + warpgroup, BOTH);
   }
   __device__ void pass_on() const {
-    if (Tile::IN_TURN) ptx::named_barrier_arrive(warpgroup + 1 == WARPGROUPS ? 1 : 2 + warpgroup, BOTH);
+    if (Tile::IN_TURN) ptx::named_barrier_arrive(TURN + (warpgroup + 1 == WARPGROUPS ? 0 : warpgroup + 1), BOTH);
   }
 };
 
@@ -183,11 +199,17 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
   const MatrixDescriptor<LayoutQ> q = k_major<LayoutQ>(smem_address(&shared.q) + warpgroup * 64 * LayoutQ::PANEL_COLS * 2);
 
   Place k_place, v_place;
-  uint32_t q_phase = 0;
+  uint32_t piece_phase = 0, q_phase = 0;
   turn.begin();
 
-  for (Pieces at; !at.is_end(arguments.pieces); at.advance()) {
-    const Work work(p, at.piece());
+  for (;;) {
+    shared.piece_handover.wait_full(piece_phase);
+    const uint32_t piece = ptx::uniform(shared.piece);
+    __syncwarp();  // all lanes have read it
+    shared.piece_handover.release(lane == 0);
+    piece_phase ^= 1;
+    if (piece >= arguments.pieces) break;
+    const Work work(p, piece);
     const int first_row = work.first_row + 64 * warpgroup, warp_row = first_row + 16 * warp;
     float out[1][OUT_TILES][4];
     clear(out);
@@ -228,23 +250,47 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
         turn.pass_on();
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
-        shared.k_handover[k_place.stage].release(is_speaker);
-        k_place.advance();
         --n_tile;
-        if constexpr (decltype(is_masked)::value) mask_scores(scores, mask, warp_row, n_tile * TILE_N, lane);
-        const bool moved = softmax.move_references(scores, factor, keep_rescale);
-        softmax.exponentiate(scores, factor);
-        // All this beside the product with v.
-        ptx::finish_before(softmax.row_sum[0][0]);
-        ptx::finish_before(softmax.row_sum[0][1]);
-        ptx::wgmma_wait<0>();
-        ptx::hold(out);
-        ptx::hold(scores);
-        shared.v_handover[v_place.stage].release(is_speaker);
-        v_place.advance();
-        if (moved) {
-          OnlineSoftmax<1>::rescale_row(out, 0, 0, rescale[0]);
-          OnlineSoftmax<1>::rescale_row(out, 0, 1, rescale[1]);
+        // The softmax, beside the product with v.
+        const auto finish_out = [&] {
+          ptx::wgmma_wait<0>();
+          ptx::hold(out);
+          ptx::hold(scores);
+          shared.v_handover[v_place.stage].release(is_speaker);
+          v_place.advance();
+        };
+        const auto release_k = [&] {
+          shared.k_handover[k_place.stage].release(is_speaker);
+          k_place.advance();
+        };
+        if constexpr (decltype(is_masked)::value) {
+          release_k();
+          mask_scores(scores, mask, warp_row, n_tile * TILE_N, lane);
+          const bool moved = softmax.move_references(scores, factor, keep_rescale);
+          softmax.exponentiate(scores, factor);
+          ptx::finish_before(softmax.row_sum[0][0]);
+          ptx::finish_before(softmax.row_sum[0][1]);
+          finish_out();
+          if (moved) {
+            OnlineSoftmax<1>::rescale_row(out, 0, 0, rescale[0]);
+            OnlineSoftmax<1>::rescale_row(out, 0, 1, rescale[1]);
+          }
+        } else {
+          float tile_sum[1][2];
+          const bool fits = softmax.exponentiate_as_is(scores, tile_sum, factor);
+          // No hazard: the four warps have to agree, since a product is of all of them.
+          const bool again = ptx::named_barrier_any(AGREEMENT + warpgroup, WARPGROUP_THREADS, !fits);
+          finish_out();
+          if (again) {  // rare
+            ptx::wgmma_fence();
+            begin_scores<Element>(scores, q, k_major<LayoutKV>(smem_address(&shared.k[k_place.stage])));
+            ptx::wgmma_wait<0>();
+            ptx::hold(scores);
+            softmax.exponentiate_again(scores, out, tile_sum, factor);
+          }
+          release_k();
+          softmax.row_sum[0][0] += tile_sum[0][0];
+          softmax.row_sum[0][1] += tile_sum[0][1];
         }
         probs = PackedA<Element, 1, N_TILES>(scores);
       };
@@ -302,6 +348,7 @@ __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const __grid_consta
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
 
   if (threadIdx.x == 0) {
+    shared.piece_handover.init(4 * WARPGROUPS);  // the warps
     shared.q_handover.init(WARPGROUPS);
     for (int stage = 0; stage < STAGES; ++stage) {
       shared.k_handover[stage].init(WARPGROUPS);
@@ -314,7 +361,7 @@ __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const __grid_consta
   const int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
   if (warpgroup == 0) {
     ptx::release_registers<Tile::LOAD_REGISTERS>();
-    if (threadIdx.x == 0) load_all(arguments, shared);
+    if (threadIdx.x < 32) load_all(arguments, shared);
   } else {
     ptx::acquire_registers<Tile::REGISTERS>();
     compute<Element>(arguments, shared, warpgroup - 1);
@@ -326,11 +373,13 @@ __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const __grid_consta
 
 // ---- launcher ---------------------------------------------------------------------------------------
 
-// One block for each multiprocessor, which then takes one piece of each round, where all pieces are of the same size:
-// the next one's tiles are on their way while the last one is written. Else one block for each piece, so that the
-// hardware gives the next piece, longest first, to whoever is done.
-int64_t blocks(const AttnProblem& p, int64_t pieces, cudaError_t* status) {
-  if (p.window_left != MAX_WINDOW || p.window_right != MAX_WINDOW) return pieces;
+// One block for each multiprocessor: the next piece's tiles are on their way while the last one is written. But one
+// for each piece where they are of different sizes and there is no counter, so that the hardware gives the next one,
+// longest first, to whoever is done.
+int64_t blocks(const FwdParams& params, int64_t pieces, cudaError_t* status) {
+  const AttnProblem& p = params.problem;
+  const bool one_size = p.window_left == MAX_WINDOW && p.window_right == MAX_WINDOW;
+  if (!one_size && params.next_piece == nullptr) return pieces;
   int device, multiprocessors;
   *status = cudaGetDevice(&device);
   if (*status != cudaSuccess) return 0;
@@ -355,7 +404,7 @@ cudaError_t launch_kernel(const FwdParams* params, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
   status = encode_tensor_map<LayoutKV>(&arguments.v, p.element, v, p.v_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim);
   if (status != cudaSuccess) return status;
-  const int64_t grid = blocks(p, pieces, &status);
+  const int64_t grid = blocks(*params, pieces, &status);
   if (status != cudaSuccess) return status;
   return launch(KERNEL_FOR(forward_kernel, p), grid, THREADS, sizeof(SharedStorage), arguments, stream);
 }

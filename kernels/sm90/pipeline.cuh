@@ -18,6 +18,8 @@ struct Handover {
   __device__ void wait_full(uint32_t phase) { ptx::mbarrier_wait(smem_address(&full), phase); }
   __device__ void wait_empty(uint32_t phase) { ptx::mbarrier_wait(smem_address(&empty), phase ^ 1); }
   __device__ void expect(uint32_t bytes) { ptx::mbarrier_arrive_expect(smem_address(&full), bytes); }
+  // Of what ordinary stores have written.
+  __device__ void publish() { ptx::mbarrier_arrive(smem_address(&full)); }
   // This warpgroup's products with the tile have ended. One thread has waited for them, and they end for all warps
   // together.
   __device__ void release(bool is_speaker) {

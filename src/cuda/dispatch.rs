@@ -89,6 +89,8 @@ pub(super) struct Chosen<Params: 'static> {
     pub(super) name: &'static str,
     /// The kernel's own: that of the problem is at most this.
     pub(super) head_dim: usize,
+    /// Its blocks can take pieces of work by a counter.
+    pub(super) counts_pieces: bool,
     pub(super) kernel: &'static Kernel<Params>,
 }
 
@@ -140,6 +142,7 @@ fn choose<Params>(
     Some(Chosen {
         name: row.name,
         head_dim: row.head_dim,
+        counts_pieces: row.sm90,
         kernel: row.kernel,
     })
 }
@@ -303,7 +306,7 @@ mod tests {
             offset_of!(ffi::AttnProblem, tanh_scale),
             offset_of!(ffi::AttnProblem, element),
             size_of::<FwdParams>(),
-            offset_of!(FwdParams, lse),
+            offset_of!(FwdParams, next_piece),
             size_of::<BwdParams>(),
             offset_of!(BwdParams, lse),
             offset_of!(BwdParams, group_parts),

@@ -45,7 +45,8 @@ fn forward_typed<E: Element>(
     let device = q.0.device();
     let stream = device.cuda_stream();
     let boxes = [q.1, k.1, v.1].into_iter().all(has_boxes);
-    let Some(chosen) = dispatch::forward(&Gpu::of(device)?, params, boxes) else {
+    let gpu = Gpu::of(device)?;
+    let Some(chosen) = dispatch::forward(&gpu, params, boxes) else {
         bail!(
             "flash_attn: no CUDA kernel for head_dim {}",
             params.head_dim
@@ -62,6 +63,15 @@ fn forward_typed<E: Element>(
             alloc::<f32>(device, rows)?,
         )
     };
+    // Where pieces of work differ in size, and some have to wait, each goes to the block that is free first.
+    let pieces = pairs * params.seqlen_q.div_ceil(chosen.kernel.tile_m as usize);
+    let is_full = params.mask.window_left().is_none() && params.mask.window_right().is_none();
+    let mut next_piece: Option<CudaSlice<u32>> =
+        if chosen.counts_pieces && !is_full && pieces > gpu.multiprocessors {
+            Some(device.alloc_zeros(1)?)
+        } else {
+            None
+        };
     if rows > 0 {
         let [q, k, v] = [Rows::<E>::new(q)?, Rows::new(k)?, Rows::new(v)?];
         let slopes = params
@@ -73,6 +83,13 @@ fn forward_typed<E: Element>(
         let (alibi_slopes, _slopes_read) = slopes_pointer!(&slopes, &stream);
         let (out_address, _out_write) = out.device_ptr_mut(&stream);
         let (lse_address, _lse_write) = lse.device_ptr_mut(&stream);
+        let (next_piece, _next_piece_write) = match &mut next_piece {
+            None => (std::ptr::null_mut(), None),
+            Some(counter) => {
+                let (address, guard) = counter.device_ptr_mut(&stream);
+                (address as *mut u32, Some(guard))
+            }
+        };
         let arguments = FwdParams {
             problem: super::ffi::AttnProblem {
                 q: q_pointer,
@@ -86,11 +103,13 @@ fn forward_typed<E: Element>(
             },
             out: out_address as *mut _,
             lse: lse_address as *mut _,
+            next_piece,
         };
         stream.context().bind_to_thread().w()?;
         // SAFETY: the context is current. The pointers are to live allocations of its device, whose guards are
         // held until after the launch, on the stream that they were made ready for; every index that the
-        // strides and sizes allow lies within them, since candle's layouts do; out and lse have `rows` rows.
+        // strides and sizes allow lies within them, since candle's layouts do; out and lse have `rows` rows, and the
+        // counter, where there is one, is zero.
         let status = unsafe { (chosen.kernel.launch)(&arguments, stream.cu_stream()) };
         check(status, chosen.name, params)?;
     }

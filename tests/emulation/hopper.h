@@ -58,20 +58,25 @@ inline void wait_for_phase(uint32_t address, uint32_t parity) {
 struct NamedBarrier {
   int here = 0, expected = 0;
   uint64_t number = 0;
+  bool any = false, result = false;  // of what the threads bring
 };
 inline std::map<int, NamedBarrier> named_barriers;
-inline void named_barrier(int id, int expected, bool waits) {
+inline bool named_barrier(int id, int expected, bool waits, bool brought = false) {
   if (id < 1 || id > 15 || expected % 32 != 0) fault("barrier %d of %d threads", id, expected);
   NamedBarrier& barrier = named_barriers[id];
   if (barrier.here == 0) barrier.expected = expected;
   if (barrier.expected != expected) fault("barrier %d: %d threads where others say %d", id, expected, barrier.expected);
   const uint64_t number = barrier.number;
+  barrier.any |= brought;
   if (++barrier.here == expected) {
     barrier.here = 0;
     ++barrier.number;
+    barrier.result = barrier.any;
+    barrier.any = false;
   } else if (waits) {
     wait("a named barrier", [&barrier, number] { return barrier.number != number; });
   }
+  return barrier.result;  // where all wait, there is no next one before all have it
 }
 
 // ---- registers --------------------------------------------------------------------------------------

@@ -98,6 +98,13 @@ inline bool __any_sync(unsigned, bool x) {
   return brought.result;
 }
 
+// Blocks run one after the other: the first takes what all would share.
+inline unsigned atomicAdd(unsigned* counter, unsigned x) {
+  const unsigned before = *counter;
+  *counter += x;
+  return before;
+}
+
 inline float __uint_as_float(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, 4);
