@@ -163,30 +163,6 @@ __device__ __forceinline__ void begin_out(float (&out)[1][OUT_TILES][4], const P
   ptx::wgmma_commit();
 }
 
-// Named barriers, WARPGROUPS of each kind: of `Turn`, and one warpgroup's own.
-constexpr int TURN = 1, AGREEMENT = TURN + WARPGROUPS;
-
-// One computing warpgroup's turn to issue products.
-struct Turn {
-  int warpgroup;
-
-  // Of the one that passes on and the one that waits.
-  static constexpr int BOTH = 2 * WARPGROUP_THREADS;
-
-  // The first warpgroup's first turn: it arrives for the last one.
-  __device__ void begin() const {
-    if (Tile::IN_TURN && warpgroup == 0) ptx::named_barrier_arrive(TURN, BOTH);
-  }
-  // Until the one before has issued its products. All take the same number of turns; what the last one passes on
-  // at the end nobody waits for.
-  __device__ void wait() const {
-    if (Tile::IN_TURN) ptx::named_barrier_sync(TURN + warpgroup, BOTH);
-  }
-  __device__ void pass_on() const {
-    if (Tile::IN_TURN) ptx::named_barrier_arrive(TURN + (warpgroup + 1 == WARPGROUPS ? 0 : warpgroup + 1), BOTH);
-  }
-};
-
 // What computing warpgroup `warpgroup` does.
 template <class Element>
 __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorage& shared, int warpgroup) {
@@ -195,12 +171,10 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
   const float factor = p.softmax_scale * LOG2_E;
   const int lane = threadIdx.x % 32, warp = ptx::uniform(threadIdx.x / 32 % 4);
   const bool is_speaker = threadIdx.x % WARPGROUP_THREADS == 0;
-  const Turn turn{warpgroup};
   const MatrixDescriptor<LayoutQ> q = k_major<LayoutQ>(smem_address(&shared.q) + warpgroup * 64 * LayoutQ::PANEL_COLS * 2);
 
-  Place k_place, v_place;
+  Place place;  // of the next v; in a piece of work, k is one further
   uint32_t piece_phase = 0, q_phase = 0;
-  turn.begin();
 
   for (;;) {
     shared.piece_handover.wait_full(piece_phase);
@@ -225,13 +199,12 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
       int n_tile = work.n_tiles.end - 1;
 
       shared.q_handover.wait_full(q_phase);
-      shared.k_handover[k_place.stage].wait_full(k_place.phase);
+      shared.k_handover[place.stage].wait_full(place.phase);
       ptx::wgmma_fence();
-      begin_scores<Element>(scores, q, k_major<LayoutKV>(smem_address(&shared.k[k_place.stage])));
+      begin_scores<Element>(scores, q, k_major<LayoutKV>(smem_address(&shared.k[place.stage])));
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
-      shared.k_handover[k_place.stage].release(is_speaker);
-      k_place.advance();
+      shared.k_handover[place.stage].release(is_speaker);
       mask_scores(scores, mask, warp_row, n_tile * TILE_N, lane);
       softmax.move_references(scores, factor, keep_rescale);  // out is zero yet
       softmax.exponentiate(scores, factor);
@@ -239,15 +212,15 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
 
       // Scores of tile n_tile - 1, beside the product of tile n_tile's probabilities.
       const auto step = [&](auto is_masked) {
-        shared.k_handover[k_place.stage].wait_full(k_place.phase);
-        turn.wait();
+        const Place v_place = place;
+        place.advance();
+        shared.k_handover[place.stage].wait_full(place.phase);
         ptx::hold(out);
         ptx::wgmma_fence();
-        begin_scores<Element>(scores, q, k_major<LayoutKV>(smem_address(&shared.k[k_place.stage])));
+        begin_scores<Element>(scores, q, k_major<LayoutKV>(smem_address(&shared.k[place.stage])));
         shared.v_handover[v_place.stage].wait_full(v_place.phase);
         ptx::wgmma_fence();
         begin_out(out, probs, n_major<LayoutKV>(smem_address(&shared.v[v_place.stage])));
-        turn.pass_on();
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
         --n_tile;
@@ -257,14 +230,9 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
           ptx::hold(out);
           ptx::hold(scores);
           shared.v_handover[v_place.stage].release(is_speaker);
-          v_place.advance();
-        };
-        const auto release_k = [&] {
-          shared.k_handover[k_place.stage].release(is_speaker);
-          k_place.advance();
         };
         if constexpr (decltype(is_masked)::value) {
-          release_k();
+          shared.k_handover[place.stage].release(is_speaker);
           mask_scores(scores, mask, warp_row, n_tile * TILE_N, lane);
           const bool moved = softmax.move_references(scores, factor, keep_rescale);
           softmax.exponentiate(scores, factor);
@@ -279,16 +247,16 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
           float tile_sum[1][2];
           const bool fits = softmax.exponentiate_as_is(scores, tile_sum, factor);
           // No hazard: the four warps have to agree, since a product is of all of them.
-          const bool again = ptx::named_barrier_any(AGREEMENT + warpgroup, WARPGROUP_THREADS, !fits);
+          const bool again = ptx::named_barrier_any(1 + warpgroup, WARPGROUP_THREADS, !fits);
           finish_out();
           if (again) {  // rare
             ptx::wgmma_fence();
-            begin_scores<Element>(scores, q, k_major<LayoutKV>(smem_address(&shared.k[k_place.stage])));
+            begin_scores<Element>(scores, q, k_major<LayoutKV>(smem_address(&shared.k[place.stage])));
             ptx::wgmma_wait<0>();
             ptx::hold(scores);
             softmax.exponentiate_again(scores, out, tile_sum, factor);
           }
-          release_k();
+          shared.k_handover[place.stage].release(is_speaker);
           softmax.row_sum[0][0] += tile_sum[0][0];
           softmax.row_sum[0][1] += tile_sum[0][1];
         }
@@ -301,14 +269,14 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
       shared.q_handover.release(is_speaker);
       q_phase ^= 1;
 
-      shared.v_handover[v_place.stage].wait_full(v_place.phase);
+      shared.v_handover[place.stage].wait_full(place.phase);
       ptx::hold(out);
       ptx::wgmma_fence();
-      begin_out(out, probs, n_major<LayoutKV>(smem_address(&shared.v[v_place.stage])));
+      begin_out(out, probs, n_major<LayoutKV>(smem_address(&shared.v[place.stage])));
       ptx::wgmma_wait<0>();
       ptx::hold(out);
-      shared.v_handover[v_place.stage].release(is_speaker);
-      v_place.advance();
+      shared.v_handover[place.stage].release(is_speaker);
+      place.advance();
     }
 
     softmax.finish();

@@ -10,34 +10,28 @@
 #endif
 
 // Each of WARPGROUPS holds 64 query rows; one more loads. The registers are of a thread of the warpgroup that
-// loads and of those that compute: with 2 of these at most 504 in all, with 3 at most 512. IN_TURN: the warpgroups
-// issue their products one after the other, so that one's softmax falls into another's products.
+// loads and of those that compute: with 2 of these at most 504 in all, with 3 at most 512.
 template <int HEAD_DIM_>
 struct ForwardTile;
 template <>
 struct ForwardTile<64> {
   static constexpr int TILE_N = 128, WARPGROUPS = 3, STAGES = 2, LOAD_REGISTERS = 32, REGISTERS = 160;
-  static constexpr bool IN_TURN = true;
 };
 template <>
 struct ForwardTile<96> {
   static constexpr int TILE_N = 128, WARPGROUPS = 2, STAGES = 2, LOAD_REGISTERS = 24, REGISTERS = 240;
-  static constexpr bool IN_TURN = true;
 };
 template <>
 struct ForwardTile<128> {
   static constexpr int TILE_N = 128, WARPGROUPS = 2, STAGES = 2, LOAD_REGISTERS = 24, REGISTERS = 240;
-  static constexpr bool IN_TURN = true;
 };
 template <>
 struct ForwardTile<192> {
   static constexpr int TILE_N = 112, WARPGROUPS = 2, STAGES = 2, LOAD_REGISTERS = 24, REGISTERS = 240;
-  static constexpr bool IN_TURN = false;
 };
 template <>
 struct ForwardTile<256> {
   static constexpr int TILE_N = 80, WARPGROUPS = 2, STAGES = 2, LOAD_REGISTERS = 24, REGISTERS = 240;
-  static constexpr bool IN_TURN = false;
 };
 
 // Of backward.cu: 64 keys each for two warpgroups, TILE_M query rows a step.
