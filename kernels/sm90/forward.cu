@@ -189,14 +189,30 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
     clear(out);
     OnlineSoftmax<1> softmax;
 
-    if (work.n_tiles.begin < work.n_tiles.end) {
-      // A warpgroup past the last row computes as the others do; nothing of it is stored.
-      const TileRange free = free_key_tiles<TILE_N>(mask, first_row, max(min(first_row + 64, p.seqlen_q), first_row + 1),
-                                                    work.n_tiles);
+    // Of the tiles that the block visits, those that this warpgroup's rows see; it leaves out the others.
+    const TileRange own = first_row < p.seqlen_q
+                              ? key_tiles<TILE_N>(mask, first_row, min(first_row + 64, p.seqlen_q))
+                              : TileRange{0, 0};
+    const bool is_idle = own.begin >= own.end;
+    const auto leave_out = [&](int tiles) {
+      for (; tiles > 0; --tiles) {
+        shared.k_handover[place.stage].wait_full(place.phase);
+        shared.v_handover[place.stage].wait_full(place.phase);
+        // All threads have seen these phases end, before the next ones can.
+        ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);
+        shared.k_handover[place.stage].release(is_speaker);
+        shared.v_handover[place.stage].release(is_speaker);
+        place.advance();
+      }
+    };
+    leave_out(work.n_tiles.end - (is_idle ? work.n_tiles.begin : own.end));
+
+    if (!is_idle) {
+      const TileRange free = free_key_tiles<TILE_N>(mask, first_row, min(first_row + 64, p.seqlen_q), own);
       float scores[1][N_TILES][4];
       float rescale[2];  // what out is to be multiplied by, where a reference moved
       const auto keep_rescale = [&](int, int half, float factor) { rescale[half] = factor; };
-      int n_tile = work.n_tiles.end - 1;
+      int n_tile = own.end - 1;
 
       shared.q_handover.wait_full(q_phase);
       shared.k_handover[place.stage].wait_full(place.phase);
@@ -264,10 +280,8 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
       };
       while (n_tile > free.end) step(std::true_type());
       while (n_tile > free.begin) step(std::false_type());
-      while (n_tile > work.n_tiles.begin) step(std::true_type());
-      // The last product with q has ended.
-      shared.q_handover.release(is_speaker);
-      q_phase ^= 1;
+      while (n_tile > own.begin) step(std::true_type());
+      shared.q_handover.release(is_speaker);  // the last product with q has ended
 
       shared.v_handover[place.stage].wait_full(place.phase);
       ptx::hold(out);
@@ -277,7 +291,13 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
       ptx::hold(out);
       shared.v_handover[place.stage].release(is_speaker);
       place.advance();
+      leave_out(own.begin - work.n_tiles.begin);
+    } else if (work.n_tiles.begin < work.n_tiles.end) {
+      shared.q_handover.wait_full(q_phase);
+      ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);  // as above
+      shared.q_handover.release(is_speaker);
     }
+    if (work.n_tiles.begin < work.n_tiles.end) q_phase ^= 1;
 
     softmax.finish();
 #pragma unroll
