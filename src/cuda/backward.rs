@@ -12,9 +12,7 @@ use half::{bf16, f16};
 
 use super::dispatch::{self, Chosen, Gpu};
 use super::ffi::{self, BwdParams, ConvertParams, MIN_TILE_M, ROW_PADDING};
-use super::{
-    Element, Rows, alloc, check, cuda_storage, for_dtype, has_boxes, problem, slopes_pointer,
-};
+use super::{Element, Rows, alloc, check, cuda_storage, for_dtype, problem, slopes_pointer};
 use crate::params::AttnParams;
 
 /// (batch, kv head, part) pieces whose tiles are launched side by side, so that their q, dout and dq share L2.
@@ -57,8 +55,7 @@ fn backward_typed<E: Element>(
     let device = cuda_storage(&inputs[0].0)?.device();
     let stream = device.cuda_stream();
     let gpu = Gpu::of(device)?;
-    let boxes = inputs.iter().all(|(_, layout)| has_boxes(layout));
-    let Some(chosen) = dispatch::backward(&gpu, params, boxes) else {
+    let Some(chosen) = dispatch::backward(&gpu, params) else {
         bail!(
             "flash_attn: no CUDA kernel for head_dim {}",
             params.head_dim
@@ -98,13 +95,11 @@ fn backward_typed<E: Element>(
     let mut dq_turns: CudaSlice<i32> = device.alloc_zeros(turns.max(1))?;
 
     if q_rows + k_rows > 0 {
-        let [q, k, v, out, dout] = [
-            Rows::<E>::new((cuda_storage(&inputs[0].0)?, inputs[0].1))?,
-            Rows::new((cuda_storage(&inputs[1].0)?, inputs[1].1))?,
-            Rows::new((cuda_storage(&inputs[2].0)?, inputs[2].1))?,
-            Rows::new((cuda_storage(&inputs[3].0)?, inputs[3].1))?,
-            Rows::new((cuda_storage(&inputs[4].0)?, inputs[4].1))?,
-        ];
+        let rows = |i: usize| {
+            let (storage, layout) = inputs[i];
+            Rows::<E>::new((cuda_storage(storage)?, layout), chosen.sm90)
+        };
+        let [q, k, v, out, dout] = [rows(0)?, rows(1)?, rows(2)?, rows(3)?, rows(4)?];
         let slopes = params
             .alibi_slopes_on_device()
             .map(Tensor::storage_and_layout);

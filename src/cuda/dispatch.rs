@@ -89,8 +89,9 @@ pub(super) struct Chosen<Params: 'static> {
     pub(super) name: &'static str,
     /// The kernel's own: that of the problem is at most this.
     pub(super) head_dim: usize,
-    /// Its blocks can take pieces of work by a counter.
-    pub(super) counts_pieces: bool,
+    /// It is for compute capability 9.0: its copy engine reads the inputs, and its blocks can take pieces of work by
+    /// a counter.
+    pub(super) sm90: bool,
     pub(super) kernel: &'static Kernel<Params>,
 }
 
@@ -118,14 +119,12 @@ macro_rules! backward_rows {
 }
 instances!(forward_rows, backward_rows);
 
-/// The first row that runs there: rows are in order of head_dim, the best of each first. `boxes`: the copy engine
-/// of Hopper can read the inputs.
+/// The first row that runs there: rows are in order of head_dim, the best of each first.
 fn choose<Params>(
     mut rows: impl Iterator<Item = Row<Params>>,
     gpu: &Gpu,
     head_dim: usize,
     plain: bool,
-    boxes: bool,
 ) -> Option<Chosen<Params>> {
     if gpu.compute_capability < (8, 0)
         || head_dim == 0
@@ -137,12 +136,12 @@ fn choose<Params>(
         head_dim <= row.head_dim
             && row.shared_kib <= gpu.shared_kib
             && (plain || row.modes == Modes::Any)
-            && (!row.sm90 || gpu.sm90 && boxes)
+            && (!row.sm90 || gpu.sm90)
     })?;
     Some(Chosen {
         name: row.name,
         head_dim: row.head_dim,
-        counts_pieces: row.sm90,
+        sm90: row.sm90,
         kernel: row.kernel,
     })
 }
@@ -155,30 +154,18 @@ pub(crate) fn max_head_dim() -> usize {
 /// Whether both passes have a kernel.
 pub(crate) fn is_supported(gpu: &Gpu, dtype: DType, head_dim: usize) -> bool {
     DTYPES.contains(&dtype)
-        && choose(forward_rows(), gpu, head_dim, false, false).is_some()
-        && choose(backward_rows(), gpu, head_dim, false, false).is_some()
+        && choose(forward_rows(), gpu, head_dim, false).is_some()
+        && choose(backward_rows(), gpu, head_dim, false).is_some()
 }
 
-/// The kernel for a problem that [`is_supported`] admits. `boxes` as for [`choose`].
-pub(super) fn forward(gpu: &Gpu, params: &AttnParams, boxes: bool) -> Option<Chosen<FwdParams>> {
-    choose(
-        forward_rows(),
-        gpu,
-        params.head_dim,
-        is_plain(params),
-        boxes,
-    )
+/// The kernel for a problem that [`is_supported`] admits.
+pub(super) fn forward(gpu: &Gpu, params: &AttnParams) -> Option<Chosen<FwdParams>> {
+    choose(forward_rows(), gpu, params.head_dim, is_plain(params))
 }
 
 /// As [`forward`].
-pub(super) fn backward(gpu: &Gpu, params: &AttnParams, boxes: bool) -> Option<Chosen<BwdParams>> {
-    choose(
-        backward_rows(),
-        gpu,
-        params.head_dim,
-        is_plain(params),
-        boxes,
-    )
+pub(super) fn backward(gpu: &Gpu, params: &AttnParams) -> Option<Chosen<BwdParams>> {
+    choose(backward_rows(), gpu, params.head_dim, is_plain(params))
 }
 
 /// Whether scores are `q·k` times a positive factor; `ScoreMode::PLAIN` of kernels/params.h.
@@ -244,9 +231,12 @@ mod tests {
     #[test]
     fn the_best_row_comes_first() {
         let name = |gpu: Gpu, head_dim, plain| {
-            choose(backward_rows(), &gpu, head_dim, plain, false).map(|row| row.name)
+            choose(backward_rows(), &gpu, head_dim, plain).map(|row| row.name)
         };
-        let hopper = gpu((9, 0), 227);
+        let hopper = Gpu {
+            sm90: false,
+            ..gpu((9, 0), 227)
+        };
         assert_eq!(
             name(hopper, 128, true),
             Some("flash_bwd_sm80_hd128_smem163")
@@ -264,28 +254,21 @@ mod tests {
 
     #[test]
     fn kernels_for_hopper_run_plain_problems_there_and_nothing_else() {
-        let forward = |gpu: Gpu, plain, boxes| {
-            choose(forward_rows(), &gpu, 72, plain, boxes).map(|row| row.name)
-        };
-        let backward = |gpu: Gpu, plain, boxes| {
-            choose(backward_rows(), &gpu, 200, plain, boxes).map(|row| row.name)
-        };
+        let forward = |gpu: Gpu, plain| choose(forward_rows(), &gpu, 72, plain).map(|row| row.name);
+        let backward =
+            |gpu: Gpu, plain| choose(backward_rows(), &gpu, 200, plain).map(|row| row.name);
         let hopper = gpu((9, 0), 227);
+        assert_eq!(forward(hopper, true), Some("flash_fwd_sm90_hd96_smem227"));
         assert_eq!(
-            forward(hopper, true, true),
-            Some("flash_fwd_sm90_hd96_smem227")
-        );
-        assert_eq!(
-            backward(hopper, true, true),
+            backward(hopper, true),
             Some("flash_bwd_wide_sm90_hd256_smem227")
         );
-        for (gpu, plain, boxes) in [
-            (hopper, false, true),
-            (hopper, true, false),
-            (gpu((10, 0), 227), true, true),
-            (gpu((9, 0), 163), true, true),
+        for (gpu, plain) in [
+            (hopper, false),
+            (gpu((10, 0), 227), true),
+            (gpu((9, 0), 163), true),
         ] {
-            let names = [forward(gpu, plain, boxes), backward(gpu, plain, boxes)];
+            let names = [forward(gpu, plain), backward(gpu, plain)];
             assert!(
                 names.iter().all(|name| name.unwrap().contains("_sm80_")),
                 "{names:?}"

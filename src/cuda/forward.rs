@@ -8,9 +8,7 @@ use half::{bf16, f16};
 
 use super::dispatch::{self, Gpu};
 use super::ffi::FwdParams;
-use super::{
-    Element, Input, Rows, alloc, check, cuda_storage, for_dtype, has_boxes, problem, slopes_pointer,
-};
+use super::{Element, Input, Rows, alloc, check, cuda_storage, for_dtype, problem, slopes_pointer};
 use crate::params::AttnParams;
 
 /// (batch, head) pairs whose tiles are launched side by side. Their K and V have to share L2, but with few
@@ -41,8 +39,8 @@ pub(crate) fn forward(
 }
 
 /// How many pairs are launched side by side.
-fn heads_together(params: &AttnParams, counts_pieces: bool) -> usize {
-    if !counts_pieces {
+fn heads_together(params: &AttnParams, sm90: bool) -> usize {
+    if !sm90 {
         return HEADS_TOGETHER;
     }
     let group = params.num_heads / params.num_kv_heads;
@@ -61,16 +59,15 @@ fn forward_typed<E: Element>(
 ) -> Result<ForwardOutput> {
     let device = q.0.device();
     let stream = device.cuda_stream();
-    let boxes = [q.1, k.1, v.1].into_iter().all(has_boxes);
     let gpu = Gpu::of(device)?;
-    let Some(chosen) = dispatch::forward(&gpu, params, boxes) else {
+    let Some(chosen) = dispatch::forward(&gpu, params) else {
         bail!(
             "flash_attn: no CUDA kernel for head_dim {}",
             params.head_dim
         );
     };
     let pairs = params.batch * params.num_heads;
-    let problem = problem::<E>(params, heads_together(params, chosen.counts_pieces).min(pairs))?;
+    let problem = problem::<E>(params, heads_together(params, chosen.sm90).min(pairs))?;
 
     let rows = pairs * params.seqlen_q;
     // SAFETY: the kernel writes every row of both.
@@ -84,13 +81,17 @@ fn forward_typed<E: Element>(
     let pieces = pairs * params.seqlen_q.div_ceil(chosen.kernel.tile_m as usize);
     let is_full = params.mask.window_left().is_none() && params.mask.window_right().is_none();
     let mut next_piece: Option<CudaSlice<u32>> =
-        if chosen.counts_pieces && !is_full && pieces > gpu.multiprocessors {
+        if chosen.sm90 && !is_full && pieces > gpu.multiprocessors {
             Some(device.alloc_zeros(1)?)
         } else {
             None
         };
     if rows > 0 {
-        let [q, k, v] = [Rows::<E>::new(q)?, Rows::new(k)?, Rows::new(v)?];
+        let [q, k, v] = [
+            Rows::<E>::new(q, chosen.sm90)?,
+            Rows::new(k, chosen.sm90)?,
+            Rows::new(v, chosen.sm90)?,
+        ];
         let slopes = params
             .alibi_slopes_on_device()
             .map(Tensor::storage_and_layout);

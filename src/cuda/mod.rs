@@ -62,11 +62,6 @@ impl Element for bf16 {
     const TYPE: i32 = ffi::ELEMENT_BF16;
 }
 
-/// Whether the copy engine of Hopper can read tiles of a tensor: not where one row is repeated by a stride of 0.
-fn has_boxes(layout: &Layout) -> bool {
-    layout.dims()[1] <= 1 || layout.stride()[1] != 0
-}
-
 /// A tensor as the kernels read it: rows of `head_dim` numbers at aligned addresses.
 struct Rows<'a, E> {
     storage: Borrowed<'a>,
@@ -81,9 +76,12 @@ enum Borrowed<'a> {
 }
 
 impl<'a, E: Element> Rows<'a, E> {
-    /// In place if rows are contiguous and 16-byte aligned, else a contiguous copy.
-    fn new((storage, layout): Input<'a>) -> Result<Self> {
-        if let Some(strides) = aligned_strides::<E>(storage, layout)? {
+    /// In place if rows are contiguous and 16-byte aligned, else a contiguous copy; so too of one row that is
+    /// repeated by a stride of 0, where the kernel's copy engine would have to read it.
+    fn new((storage, layout): Input<'a>, by_copy_engine: bool) -> Result<Self> {
+        let repeats_a_row = layout.dims()[1] > 1 && layout.stride()[1] == 0;
+        let strides = aligned_strides::<E>(storage, layout)?;
+        if let Some(strides) = strides.filter(|_| !(by_copy_engine && repeats_a_row)) {
             return Ok(Self {
                 storage: Borrowed::InPlace(storage),
                 offset: layout.start_offset(),
