@@ -3,24 +3,32 @@
 //
 // grid       one block for each (batch, kv head), part of the head's group, and tile of TILE_N keys
 // block      a warpgroup that loads (one thread of it) and two that compute, of 64 keys each
-// shared     k and v tile; q and dout tiles of three steps, with lse and delta; dscores of two steps
-// registers  given 24 + 2 x 240
+// shared     k and v tile; q and dout tiles of two steps, with lse and delta; dscores of two steps; dq on its way:
+//            197 (head_dim 64), 195 KiB (96, 128)
+// registers  given 24 + 2 x 240, none spilled
 //
 // A block visits, for each query head of its part of the group in turn, the query tiles that see its keys. dk and dv
-// stay in registers over all of them; dq is added to sums in device memory, straight from the accumulators.
+// stay in registers over all of them; dq is added to sums in device memory.
 //
 // Scores and dprobs are transposed, keys by rows: their accumulators, packed, are the left operands of dv and dk, and
 // only dscores go through shared memory, for dq. The products of a step that nothing waits for are left to the next
 // one, so that the exponentials and what makes dscores of dprobs have products beside them. A warpgroup issues
 //   scores, dprobs | exponentials | dv, dq of the last step | dscores | dk | the addition to dq
-// and waits, at each bar, only for what it needs next: there are always products under way.
+// and waits, at each bar, only for what it needs next. 64 query rows a step; at head_dim 64, where a step's products are
+// too short for that, 128.
 //
-// Expected, cycles of a multiprocessor for a step of 64 rows x 128 keys (MMA 10 M N d / 4096, MUFU M N / 16, shared
-// memory: operands + dscores and fills at 128 bytes; additions to dq at 17 bytes, what red reaches):
-//   head_dim   MMA    MUFU   shared        dq     so, H200, 16384 keys, full / causal TFLOP/s
-//   64         1280   512    768 + 256     964    520 to 570 / 500 to 550
-//   128        2560   512    2048 + 384    1928   600 to 650 / 560 to 620
-// None of it is measured yet.
+// dq leaves by the copy engine, each warp its own part. Added by red from the accumulators, it held up the next step:
+// registers are free only when the addition has read them. And a proxy fence waits for additions under way: it is a
+// memory barrier for all that the thread has written.
+//
+// Cycles of a multiprocessor for a step, from the sizes (MMA 10 M N d / 4096, MUFU M N / 16, shared memory: operands +
+// dscores, dq and fills at 128 bytes), and what was measured: H200, bf16, TFLOP/s full / causal at 16384 keys, at 4096
+// for 96; benches/record/2026-11-30-hopper.md.
+//   head_dim   rows x keys   MMA    MUFU   shared        expected                measured
+//   64         128 x 128     2560   1024   1792 + 1024   520 to 570 / 500 to 550   498 / 479
+//   96         64 x 128      1920   512    1536 + 704                              452 / 407
+//   128        64 x 128      2560   512    2048 + 896    600 to 650 / 560 to 620   545 / 541
+// Without any addition to dq it is no faster: what is missing lies in the order of the steps.
 #include <type_traits>
 
 #include "../common/softmax.cuh"

@@ -10,12 +10,12 @@
 //   dq, dv, dk, scores and dprobs of the next step | the addition to dq | probs, dscores of the next step
 // and waits, at each bar, only for what it needs next: the additions have four products beside them.
 //
-// Expected, as in backward.cu, for a step of 64 rows x 64 keys:
-//   head_dim   MMA    MUFU   shared        dq     so, H200, 16384 keys, full / causal TFLOP/s
-//   192        1920   256    2016 + 512    2891   470 to 550
-//   256        2560   256    2688 + 640    3855   480 to 560 / 460 to 540
-// The additions to dq are what limits it: with 64 keys there are twice as many for each product as with 128.
-// None of it is measured yet.
+// Cycles as in backward.cu, of a step of 64 rows x 64 keys; additions to dq at 17 bytes a cycle, what red reaches:
+//   head_dim   MMA    MUFU   shared        dq     expected                measured (192: 4096 keys)
+//   192        1920   256    2016 + 512    2891   470 to 550                383 / 361
+//   256        2560   256    2688 + 640    3855   480 to 560 / 460 to 540   448 / 444
+// The additions to dq are what limits it: with 64 keys there are twice as many for each product as with 128. There is no
+// shared memory left for the copy engine to take dq from.
 #include "../common/softmax.cuh"
 #include "../ptx/proxy_fence.cuh"
 #include "../ptx/stmatrix.cuh"

@@ -4,26 +4,28 @@
 //            head) after the other: the next that nobody has, or, in full attention, where all are of one size, one of
 //            each round
 // block      a warpgroup that loads (one warp of it) and WARPGROUPS that compute, 64 rows each, from q to out
-// shared     q tile; STAGES k tiles and v tiles: 89 (head_dim 64), 161 (96, 128), 217 (192), 225 KiB (256)
-// registers  given 32 + 3 x 160 (64), 24 + 2 x 240 (others); used by those that compute 152, 172 (96), 224 (128), 238;
-//            none spilled
+// shared     q tile; STAGES k tiles and v tiles: 89 (head_dim 64), 193 (96), 161 (128), 217 (192), 225 KiB (256)
+// registers  given 32 + 3 x 160 (64), 24 + 2 x 240 (others); used by those that compute 152 (64), 230 (96),
+//            214 (128), 222 (192), 236 (256); none spilled
 //
 // A warpgroup's steps overlap: the softmax of a tile runs beside the product of the last one's probabilities with v.
-// Up to head_dim 128 the warpgroups also issue their products in turn, so that one's softmax falls into another's
-// products. K and V have barriers of their own.
+// K and V have barriers of their own. Key tiles that a warpgroup's rows do not see it leaves out.
 //
 // A step without a mask looks for no maxima: its exponentials are relative to those that the rows have. Only where one
 // becomes too large are the scores computed again, and the maxima moved; so k's stage is free after the softmax alone.
+// The maxima took 440 of the 2690 cycles of a step at head_dim 128, and with them it paid that warpgroups issued their
+// products in turn; without them
+// that costs 2 to 7 % there.
 //
-// Expected, cycles of a multiprocessor for a tile of rows x keys (design: MMA 4 M N d / 4096, MUFU M N / 16, shared
-// memory operand reads + fills at 128 bytes):
-//   head_dim   rows x keys   MMA    MUFU   shared        so, H200, 16384 keys, full / causal TFLOP/s
-//   64         192 x 128     1536   1536   960 + 256     500 to 560 / 480 to 530 (MUFU as busy as the MMA)
-//   96         128 x 128     1536   1024   960 + 512     550 to 600
-//   128        128 x 128     2048   1024   1280 + 512    620 to 660 / 590 to 630
-//   192        128 x 112     2688   896    1728 + 672    640 to 680
-//   256        128 x 80      2560   640    1792 + 640    680 to 730 / 620 to 660
-// None of it is measured yet.
+// Cycles of a multiprocessor for a tile of rows x keys, from the sizes (MMA 4 M N d / 4096, MUFU M N / 16, shared
+// memory operand reads + fills at 128 bytes), and what was measured: H200, bf16, TFLOP/s full / causal at 16384 keys,
+// at 4096 for 96 and 192; benches/record/2026-11-30-hopper.md.
+//   head_dim   rows x keys   MMA    MUFU   shared        expected                measured
+//   64         192 x 128     1536   1536   960 + 256     500 to 560 / 480 to 530   568 / 553
+//   96         128 x 160     1920   1280   1152 + 640    550 to 600                550 / 505
+//   128        128 x 128     2048   1024   1280 + 512    620 to 660 / 590 to 630   689 / 693
+//   192        128 x 112     2688   896    1728 + 672    640 to 680                677 / 590
+//   256        128 x 80      2560   640    1792 + 640    680 to 730 / 620 to 660   737 / 713
 #include <type_traits>
 
 #include "../common/forward_work.cuh"
