@@ -133,6 +133,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
   BackwardStep step = first_step(work);
   if (step.head < work.end_head) {
     uint32_t number = 0;  // of the step; two of each tile are there, and are used in turn
+    const int first_key = work.n_tile * TILE_N;
     const auto stage = [&](uint32_t number) { return number % 2; };
     const auto phase = [&](uint32_t number) { return number / 2 % 2; };
 
@@ -159,8 +160,6 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       const uint32_t to = staged_dq() + lane_index() * 16;
 #pragma unroll
       for (int j = 0; j < DQ_TILES; ++j) ptx::store_v4(to + j * AccLayout::PIECE * 4, acc_dq[0][j]);
-      ptx::proxy_fence();
-      __syncwarp();  // all lanes' part is there
     };
     const auto add_dq_of = [&](BackwardStep step) {
       if (!IN_ORDER && lane_index() != 0) return;
@@ -170,11 +169,18 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
         if (IN_ORDER) ptx::bulk_wait();
       });
     };
+    // What the last step, `number` - 1, has stored: dscores, for the other warpgroup's product too, and dq of
+    // `before_last`. It also says that this warpgroup has finished with that one's dscores.
+    const auto hand_on = [&](BackwardStep before_last) {
+      ptx::proxy_fence();
+      __syncwarp();  // all lanes' part is there
+      if (lane_index() == 0) ptx::mbarrier_arrive(smem_address(&shared.full[stage(number - 1)]));
+      if (number > 1) add_dq_of(before_last);
+    };
 
-    // A step, and dq of the last one.
+    // A step, dq of the last one, and the addition of that of the one before.
     uint32_t weights[ROW_BLOCKS][4];  // probs, then dscores: packed, with the rows as K
-    const auto run_step = [&](BackwardStep last_step) {
-      const bool is_first = number == 0;
+    const auto run_step = [&](BackwardStep before_last) {
       const uint32_t now = stage(number);
       QueryStage<LayoutQ>& rows = shared.stages[now];
       float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][DQ_TILES][4];
@@ -182,17 +188,20 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       rows.handover.wait_full(phase(number));
       ptx::wgmma_fence();
       begin_scores<Element>(scores, shared.k, warpgroup_key, rows.q);
+      if (number > 0) hand_on(before_last);
       ptx::wgmma_wait<1>();  // dk of the last step
       ptx::hold(acc_dk);
-      if (!is_first) shared.stages[now ^ 1].handover.release(is_speaker);
+      if (number > 0) shared.stages[now ^ 1].handover.release(is_speaker);
       ptx::wgmma_fence();
       begin_scores<Element>(dprobs, shared.v, warpgroup_key, rows.dout);
 
-      const int first_row = step.m_tile * TILE_M, first_key = work.n_tile * TILE_N;
+      const int first_row = step.m_tile * TILE_M;
       const bool is_masked =
           !mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N);
       const float scale_log2 = p.softmax_scale * LOG2_E;
-      float2 statistic[ROW_TILES];  // lse, then delta: read, as far as registers go, before what they are for is there
+      // lse, then delta: read, as far as registers go, before what they are for is there.
+      constexpr int EARLY = 6;
+      float2 statistic[ROW_TILES];
       read_statistic<0, ROW_TILES>(statistic, rows.lse_log2, lane_index());
       ptx::wgmma_wait<1>();  // scores
       ptx::hold(scores);
@@ -209,11 +218,11 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       ptx::wgmma_fence();
       begin_sum<Element>(acc_dv, weights, rows.dout);
       begin_dq_of(number - 1, acc_dq);  // in the first step of what lies there, and added nowhere
-      read_statistic<0, 8>(statistic, rows.delta, lane_index());
+      read_statistic<0, EARLY>(statistic, rows.delta, lane_index());
       ptx::wgmma_wait<1>();  // dprobs, dv
       ptx::hold(dprobs);
       ptx::hold(acc_dv);
-      read_statistic<8, ROW_TILES>(statistic, rows.delta, lane_index());
+      read_statistic<EARLY, ROW_TILES>(statistic, rows.delta, lane_index());
 #pragma unroll
       for (int j = 0; j < ROW_TILES; ++j)
 #pragma unroll
@@ -234,23 +243,28 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       ptx::wgmma_fence();
       begin_sum<Element>(acc_dk, weights, rows.q);
       ptx::wgmma_wait<1>();  // dq of the last step
-      stage_dq(acc_dq);      // its proxy fence is also that of dscores
-      // For the other warpgroup's product dq. It also says that this one has finished with the last step's dscores.
-      if (lane_index() == 0) ptx::mbarrier_arrive(smem_address(&shared.full[now]));
-      if (!is_first) add_dq_of(last_step);
+      stage_dq(acc_dq);
       ++number;
     };
 
-    for (BackwardStep last = step; step.head < work.end_head; last = step, step = step_after<false>(step, work))
-      run_step(last);
+    BackwardStep last = step, before_last = step;
+    while (step.head < work.end_head) {
+      run_step(before_last);
+      before_last = last;
+      last = step;
+      step = step_after<false>(step, work);
+    }
 
+    hand_on(before_last);
     float acc_dq[1][DQ_TILES][4];
     begin_dq_of(number - 1, acc_dq);
     ptx::wgmma_wait<0>();
     ptx::hold(acc_dk);
     ptx::hold(acc_dv);
     stage_dq(acc_dq);
-    add_dq_of({work.end_head - 1, work.m_tiles.end - 1});
+    ptx::proxy_fence();
+    __syncwarp();  // all lanes' part is there
+    add_dq_of(last);
     if (lane_index() == 0) ptx::bulk_wait_read();  // before the block, and its shared memory, ends
   }
 
