@@ -63,6 +63,7 @@ struct SharedStorage {
   QueryStage<LayoutQ> stages[2];
   alignas(128) float dq[WARPGROUPS * 4][16 * DQ_COLS];  // of each warp, on its way
   Handover keys;
+  Turn turns[WARPGROUPS];
   uint64_t full[2];  // of dscores
   Work work;
 };
@@ -163,10 +164,8 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     };
     const auto add_dq_of = [&](BackwardStep step) {
       if (!IN_ORDER && lane_index() != 0) return;
-      add_dq<Work, IN_ORDER>(params, mask, work, step, warpgroup, dq_row + warp_row(), dq_col, [&](float* piece) {
-        if (lane_index() != 0) return;
-        ptx::bulk_add(piece, staged_dq(), dq_bytes);
-        if (IN_ORDER) ptx::bulk_wait();
+      add_dq<Work, IN_ORDER>(params, mask, work, shared.turns[warpgroup], step, warpgroup, dq_row + warp_row(), dq_col, [&](float* piece) {
+        if (lane_index() == 0) ptx::bulk_add(piece, staged_dq(), dq_bytes);
       });
     };
     // What the last step, `number` - 1, has stored: dscores, for the other warpgroup's product too, and dq of
@@ -266,6 +265,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     __syncwarp();  // all lanes' part is there
     add_dq_of(last);
     if (lane_index() == 0) ptx::bulk_wait_read();  // before the block, and its shared memory, ends
+    if (IN_ORDER) pass_turn(shared.turns[warpgroup], warpgroup);
   }
 
   store_dk_dv<Element>(params, work, warpgroup_key + warp_row(), 0, acc_dk, acc_dv, lane_index());

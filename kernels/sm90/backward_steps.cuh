@@ -28,6 +28,13 @@ struct QueryStage {
   Handover handover;
 };
 
+// A warpgroup's turn to add to a tile of dq, where turns are taken. It passes one on only when it takes the next: its
+// additions have ended by then.
+struct Turn {
+  int32_t* counter;  // null: none yet
+  int next;
+};
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // Reads lse or delta of the columns of scores^T that a thread holds, in accumulators [BEGIN, END).
@@ -81,42 +88,39 @@ __device__ __forceinline__ int dq_turn(const Mask& mask, int n_tile, int first_r
   return (mask.end_key(min(first_row + TILE_M, mask.seqlen_q) - 1) - 1) / TILE_N - n_tile;
 }
 
-// Each warpgroup takes its own turns.
-
-// Waits until it is turn `turn`.
-__device__ __forceinline__ void wait_for_turn(const int32_t* counter, int turn, int warpgroup) {
+// Until it is turn `turn`. One thread's `open` holds what is passed on next.
+__device__ __forceinline__ void take_turn(Turn& open, int32_t* counter, int turn, int warpgroup) {
   if (threadIdx.x % WARPGROUP_THREADS == 0) {
+    open = {counter, turn + 1};
     while (ptx::load_acquire(counter) != turn) {
     }
   }
   ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);  // no thread adds before its turn
 }
 
-__device__ __forceinline__ void pass_turn(int32_t* counter, int turn, int warpgroup) {
-  __threadfence();
+__device__ __forceinline__ void pass_turn(const Turn& open, int warpgroup) {
+  ptx::bulk_wait();
   ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);  // all additions of the warpgroup are made
-  if (threadIdx.x % WARPGROUP_THREADS == 0) ptx::store_release(counter, turn + 1);
+  if (threadIdx.x % WARPGROUP_THREADS == 0 && open.counter != nullptr) ptx::store_release(open.counter, open.next);
 }
 
 // Runs `add`, which adds a warp's part of a tile of dq to the sums from the pointer on that it gets: those of
 // (row, col) of the step's tile on. IN_ORDER in turn, by the warpgroup's own counter of the tile.
 template <class Work, bool IN_ORDER, class Add>
-__device__ __forceinline__ void add_dq(const BwdParams& params, const Mask& mask, const volatile Work& work,
+__device__ __forceinline__ void add_dq(const BwdParams& params, const Mask& mask, const volatile Work& work, Turn& open,
                                        BackwardStep step, int warpgroup, int row, int col, const Add& add) {
   const AttnProblem& p = params.problem;
-  // Computed at each use: over the additions they would take the registers of accumulators.
+  // Computed at each use: over the additions it would take the registers of accumulators.
   const auto batch_head = [&] { return static_cast<int64_t>(work.batch) * p.num_heads + ptx::recomputed(step.head); };
-  const auto turn_counter = [&] {
+  if constexpr (IN_ORDER) {
+    pass_turn(open, warpgroup);
     const int m_tiles = padded_rows(p.seqlen_q) / Work::TILE_M;
-    return params.dq_turn + (batch_head() * m_tiles + step.m_tile) * BACKWARD_WARPGROUPS + warpgroup;
-  };
-  const auto turn = [&] {
-    return dq_turn<Work::TILE_M, Work::TILE_N>(mask, work.n_tile, ptx::recomputed(step.m_tile) * Work::TILE_M);
-  };
-  if constexpr (IN_ORDER) wait_for_turn(turn_counter(), turn(), warpgroup);
+    take_turn(open, params.dq_turn + (batch_head() * m_tiles + step.m_tile) * BACKWARD_WARPGROUPS + warpgroup,
+              dq_turn<Work::TILE_M, Work::TILE_N>(mask, work.n_tile, ptx::recomputed(step.m_tile) * Work::TILE_M),
+              warpgroup);
+  }
   add(params.dq_acc + batch_head() * padded_rows(p.seqlen_q) * HEAD_DIM +
       AccLayout::piece(step.m_tile * Work::TILE_M + row, col, HEAD_DIM));
-  if constexpr (IN_ORDER) pass_turn(turn_counter(), turn(), warpgroup);
 }
 
 // Writes a warp's part of dk and dv, from (row, col) of the block's keys on: sums of a part of the group, or the
@@ -152,6 +156,7 @@ __device__ __forceinline__ void run_roles(const BackwardArguments& arguments, Sh
     shared.work = decltype(shared.work)(arguments.params);
     shared.keys.init(BACKWARD_WARPGROUPS);
     for (QueryStage<LayoutQ>& stage : shared.stages) stage.handover.init(BACKWARD_WARPGROUPS);
+    for (Turn& turn : shared.turns) turn = {};
     // Of tiles that both warpgroups write: an arrival of each warp.
     for (uint64_t& barrier : shared.full) ptx::mbarrier_init(smem_address(&barrier), BACKWARD_WARPGROUPS * 4);
     ptx::mbarrier_init_fence();

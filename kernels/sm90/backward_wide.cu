@@ -45,6 +45,7 @@ struct SharedStorage {
   SwizzledTile<LayoutS> probs[2], dscores[2];  // transposed
   QueryStage<LayoutQ> stages[2];
   Handover keys;
+  Turn turns[WARPGROUPS];
   uint64_t full[2];  // of probs and dscores
   Work work;
 };
@@ -135,7 +136,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     // `between` runs when half of the additions are made, and may use their registers.
     const auto add_dq_of = [&](BackwardStep step, float(&acc_dq)[1][COL_TILES][4], const auto& between) {
       ptx::hold(acc_dq);
-      add_dq<Work, IN_ORDER>(params, mask, work, step, warpgroup, warp_row(), warpgroup * COLS, [&](float* piece) {
+      add_dq<Work, IN_ORDER>(params, mask, work, shared.turns[warpgroup], step, warpgroup, warp_row(), warpgroup * COLS, [&](float* piece) {
         add_tiles<0, COL_TILES / 2>(piece, acc_dq, lane_index());
         between();
         add_tiles<COL_TILES / 2, COL_TILES>(piece, acc_dq, lane_index());
@@ -231,6 +232,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       next = step_after<false>(step, work);
       run_step(next);
     }
+    if (IN_ORDER) pass_turn(shared.turns[warpgroup], warpgroup);
   }
 
   store_dk_dv<Element>(params, work, warp_row(), warpgroup * COLS, acc_dk, acc_dv, lane_index());
