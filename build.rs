@@ -29,8 +29,18 @@ mod cuda {
         file: &'static str,
         name: &'static str,
         defines: Vec<&'static str>,
-        /// Of the oldest GPU that it is for, as in `sm_80`.
-        compute_cap: usize,
+        target: Target,
+    }
+
+    /// The GPUs that a unit is for.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    enum Target {
+        /// From compute capability 8.0 on.
+        Sm80,
+        /// From 9.0 on.
+        Sm90,
+        /// 9.0 alone, with the instructions that only it has.
+        Sm90a,
     }
 
     fn units() -> Vec<Unit> {
@@ -52,7 +62,7 @@ mod cuda {
                 file,
                 name,
                 defines: Vec::new(),
-                compute_cap: 80,
+                target: Target::Sm80,
             });
         }
         macro_rules! add {
@@ -69,8 +79,14 @@ mod cuda {
                         file: $file,
                         name: stringify!($symbol),
                         defines,
-                        // No GPU of 8.x has more than 163 KiB for a block.
-                        compute_cap: if $shared_kib > 163 { 90 } else { 80 },
+                        target: if $file.starts_with("sm90/") {
+                            Target::Sm90a
+                        } else if $shared_kib > 163 {
+                            // No GPU of 8.x has more for a block.
+                            Target::Sm90
+                        } else {
+                            Target::Sm80
+                        },
                     });
                 })*
             };
@@ -184,17 +200,21 @@ mod cuda {
         let mut watched = headers.to_vec();
         watched.push(stamp);
         let mut builder = bindgen_cuda::Builder::default()
-            .compute_cap(unit.compute_cap)
+            .compute_cap(if unit.target == Target::Sm90 { 90 } else { 80 })
             .kernel_paths(vec![Path::new("kernels").join(unit.file)])
             .watch(watched)
             .out_dir(folder)
             .arg("-std=c++17")
             .arg("-O3");
-        if unit.compute_cap < 90 {
+        builder = match unit.target {
             // compute_cap asks for its own code and PTX. For what is newer than Hopper all units need PTX of the same
             // architecture: what one kernel leaves in memory for the next is laid out by architecture (AccLayout).
-            builder = builder.arg("-gencode=arch=compute_90,code=[sm_90,compute_90]");
-        }
+            Target::Sm80 => builder.arg("-gencode=arch=compute_90,code=[sm_90,compute_90]"),
+            Target::Sm90 => builder,
+            // bindgen_cuda can't say `90a`. What it asks for besides is for 8.0, so that a Hopper GPU has no choice;
+            // the kernels are empty there.
+            Target::Sm90a => builder.arg("-gencode=arch=compute_90a,code=sm_90a"),
+        };
         if !cfg!(target_env = "msvc") {
             builder = builder.arg("-Xcompiler").arg("-fPIC");
         }

@@ -43,6 +43,9 @@ struct FwdParams {
   AttnProblem problem;
   void* out;   // (batch, seqlen_q, num_heads, head_dim), contiguous
   float* lse;  // (batch, num_heads, seqlen_q)
+  // One number, zero: blocks take the next piece of work when they are done with one. Null: each knows its own from the
+  // start; so always on sm_80.
+  uint32_t* next_piece;
 };
 
 struct BwdParams {

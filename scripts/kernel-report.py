@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints registers and stack of every compiled kernel, and fails if one spills.
+"""Prints registers and stack of every compiled kernel, and fails if one spills or has its wgmma serialised.
 
 usage: kernel-report.py OUT_DIR     the output folder of the crate's build script
 Needs cuobjdump on PATH.
@@ -16,7 +16,7 @@ out = pathlib.Path(sys.argv[1])
 objects = sorted(out.glob("flash_*/*.o"))
 if not objects:
     sys.exit(f"kernel-report.py: no objects below {out}")
-spilled = []
+faults = []
 kernels = 0
 for path in objects:
     text = subprocess.run(["cuobjdump", "--dump-resource-usage", path], check=True, capture_output=True, text=True).stdout
@@ -34,9 +34,15 @@ for path in objects:
             print(f"{path.parent.name:36} {arch:6} {element:4} {mode:8} {registers:4} registers, stack {stack}")
             kernels += 1
             if stack or local:
-                spilled.append(f"{path.parent.name} {arch} {element} {mode}: stack {stack}, local {local}")
+                faults.append(f"{path.parent.name} {arch} {element} {mode}: stack {stack}, local {local}")
+    # A product that is waited for at once ends a group; so does the last of each batch.
+    code = subprocess.run(["cuobjdump", "-sass", path], check=True, capture_output=True, text=True).stdout
+    for function in code.split("Function : ")[1:]:
+        products = re.findall(r"HGMMA[^;]*", function)
+        if 2 * sum("gsb0" in product for product in products) > len(products):
+            faults.append(f"{path.parent.name} {function.split()[0]}: wgmma is serialised")
 size = sum(path.stat().st_size for path in out.glob("libflash_*.a"))
 seconds = (out / "seconds").read_text().strip()
 print(f"{kernels} kernels in {len(objects)} objects, {size / 1e6:.1f} MB of libraries, built in {seconds} s")
-if spilled:
-    sys.exit("these kernels spill registers:\n" + "\n".join(spilled))
+if faults:
+    sys.exit("these kernels spill registers or wait for each product:\n" + "\n".join(faults))

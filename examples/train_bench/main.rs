@@ -17,6 +17,7 @@ mod bench;
 mod cli;
 #[path = "../common/gpu_memory.rs"]
 mod gpu_memory;
+mod longest;
 #[path = "../common/model/mod.rs"]
 #[expect(dead_code, reason = "training has no cache of keys and values")]
 mod model;
@@ -83,6 +84,10 @@ pub struct Args {
     #[arg(long)]
     profile: bool,
 
+    /// Search for the longest context of which one sequence trains, in steps of N tokens; up to --seqlen where given
+    #[arg(long, value_name = "N", value_parser = at_least_one, conflicts_with = "profile")]
+    longest: Option<usize>,
+
     /// cpu or cuda[:N]
     #[arg(long, default_value_t = DeviceName::Cpu)]
     device: DeviceName,
@@ -104,6 +109,9 @@ impl Args {
                 true => vec![Shape::Tiny],
                 false => vec![Shape::Gpt3Xl, Shape::Gpt3Large, Shape::Llama32],
             };
+        }
+        if self.seqlen.is_empty() && self.longest.is_some() {
+            self.seqlen = vec![if is_cpu { 4096 } else { 1 << 20 }];
         }
         if self.seqlen.is_empty() {
             self.seqlen = match is_cpu {
@@ -137,6 +145,9 @@ impl Args {
 
     /// Sequences of the first micro-batch to try.
     fn batch(&self, seqlen: usize) -> usize {
+        if self.longest.is_some() {
+            return 1;
+        }
         let tokens = self.micro_tokens.unwrap_or(MOST_TOKENS).min(self.tokens());
         (tokens / seqlen).max(1)
     }
@@ -155,6 +166,28 @@ fn run(args: Args) -> Result<()> {
     }
     for &shape in &args.model {
         for &attention in &args.attention {
+            if let Some(unit) = args.longest {
+                let case = |seqlen| Case {
+                    shape,
+                    attention,
+                    seqlen,
+                };
+                let most = args.seqlen.iter().copied().max().unwrap_or(unit);
+                let mut last = None;
+                longest::longest(unit, most, |seqlen| {
+                    let row = bench::run(case(seqlen), args, &device)?;
+                    let fits = row.figures.is_some();
+                    if fits {
+                        last = Some(row);
+                    }
+                    Ok(fits)
+                })?;
+                match last {
+                    Some(row) => report.row(&row)?,
+                    None => report.out_of_memory(case(unit))?,
+                }
+                continue;
+            }
             for &seqlen in &args.seqlen {
                 let case = Case {
                     shape,

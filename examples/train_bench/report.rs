@@ -87,7 +87,7 @@ impl Report {
         )?)
     }
 
-    fn out_of_memory(&self, case: Case) -> Result<()> {
+    pub fn out_of_memory(&self, case: Case) -> Result<()> {
         let Case {
             shape,
             attention,

@@ -14,7 +14,7 @@ extern "C" void flash_layout(size_t* sizes) {
       offsetof(AttnProblem, tanh_scale),
       offsetof(AttnProblem, element),
       sizeof(FwdParams),
-      offsetof(FwdParams, lse),
+      offsetof(FwdParams, next_piece),
       sizeof(BwdParams),
       offsetof(BwdParams, lse),
       offsetof(BwdParams, group_parts),

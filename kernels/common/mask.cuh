@@ -52,6 +52,14 @@ __device__ TileRange key_tiles(const Mask& mask, int row_begin, int row_end) {
   return {first_key / TILE_N, (end_key + TILE_N - 1) / TILE_N};
 }
 
+// The key tiles that the query rows [row_begin, row_end) see all keys of, cut to `range`; where there are none,
+// begin may be past end.
+template <int TILE_N>
+__device__ TileRange free_key_tiles(const Mask& mask, int row_begin, int row_end, TileRange range) {
+  const int first_key = max(mask.first_key(row_end - 1), 0), end_key = max(mask.end_key(row_begin), 0);
+  return {max((first_key + TILE_N - 1) / TILE_N, range.begin), max(min(end_key / TILE_N, range.end), range.begin)};
+}
+
 // The query tiles that see at least one of the keys [key_begin, key_end); key_end is at most seqlen_k.
 template <int TILE_M>
 __device__ TileRange query_tiles(const Mask& mask, int key_begin, int key_end) {

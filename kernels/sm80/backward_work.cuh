@@ -1,45 +1,11 @@
 // What the backward kernels share: who does what, what is read, where dq is added and how dk and dv end.
 #pragma once
 #include "../common/accumulator.cuh"
-#include "../common/mask.cuh"
+#include "../common/backward_work.cuh"
 #include "../common/tile.cuh"
 #include "../params.h"
 #include "../ptx/ordered.cuh"
 #include "tile.cuh"
-
-// What a step works on: a query tile of one head.
-struct BackwardStep {
-  int head, m_tile;
-};
-
-// The piece of work of a block. Key tiles from the first on: with a causal mask those are seen by the most
-// rows. `heads_together` pieces of the same tile at a time, so that their q, dout and dq stay in L2.
-template <int TILE_M, int TILE_N>
-struct BackwardWork {
-  int batch, kv_head, part, n_tile;
-  int first_head, end_head;  // of the part; none, if no row sees a key of the tile
-  TileRange m_tiles;         // the query tiles that see one
-
-  __device__ explicit BackwardWork(const BwdParams& params) {
-    const AttnProblem& p = params.problem;
-    const unsigned n_tiles = (p.seqlen_k + TILE_N - 1) / TILE_N;
-    const unsigned kv_heads = p.num_heads / p.group_size;
-    const unsigned section = blockIdx.x / (n_tiles * p.heads_together);
-    const unsigned rest = blockIdx.x - section * n_tiles * p.heads_together;
-    const unsigned first = section * p.heads_together;
-    const unsigned pieces =
-        min(p.batch * kv_heads * params.group_parts - first, static_cast<unsigned>(p.heads_together));
-    const unsigned piece = first + rest % pieces;
-    part = piece % params.group_parts;
-    kv_head = piece / params.group_parts % kv_heads;
-    batch = piece / params.group_parts / kv_heads;
-    n_tile = rest / pieces;
-    m_tiles = query_tiles<TILE_M>(Mask(p), n_tile * TILE_N, min((n_tile + 1) * TILE_N, p.seqlen_k));
-    first_head = kv_head * p.group_size + part * p.group_size / params.group_parts;
-    end_head = kv_head * p.group_size + (part + 1) * p.group_size / params.group_parts;
-    if (m_tiles.begin == m_tiles.end) end_head = first_head;
-  }
-};
 
 // The work of this block: in registers, or in shared memory, to be read at each use.
 template <bool IN_REGISTERS, class Work>
@@ -51,19 +17,6 @@ __device__ __forceinline__ decltype(auto) block_work(Work& shared_work, const Bw
     __syncthreads();  // the work is there for all
     return static_cast<const volatile Work&>(shared_work);
   }
-}
-
-// The steps of a piece of work: for each head in turn, its query tiles.
-template <class Work>
-__device__ __forceinline__ BackwardStep first_step(const Work& work) {
-  return {work.first_head, work.m_tiles.begin};
-}
-// ANEW: for use in two places of a step. Without a select, whose sums would be kept between them.
-template <bool ANEW, class Work>
-__device__ __forceinline__ BackwardStep step_after(BackwardStep step, const Work& work) {
-  const int left = work.m_tiles.end - step.m_tile;
-  const int head = ANEW ? step.head + 2 - min(left, 2) : left == 1 ? step.head + 1 : step.head;
-  return {head, left == 1 ? work.m_tiles.begin : step.m_tile + 1};
 }
 
 // The order of additions to dq, where their sum has to be the same bits on every run: the key tiles take
@@ -133,7 +86,7 @@ __device__ __forceinline__ void add_dq(const BwdParams& params, const Mask& mask
   int32_t* turn = params.dq_turn ? params.dq_turn + batch_head * (padded_q / TILE_M) + first_row / TILE_M : nullptr;
   const int first_n_tile = max(mask.first_key(first_row), 0) / TILE_N;  // that these rows see
   if (turn) wait_for_turn(turn, n_tile - first_n_tile);
-  add_to_pieces<HEAD_DIM>(
+  add_to_pieces<HEAD_DIM, N_TILES>(
       params.dq_acc + batch_head * padded_q * HEAD_DIM + AccLayout::piece(first_row + warp_row, warp_col, HEAD_DIM),
       acc_dq, lane);
   if (turn) pass_turn(turn, n_tile - first_n_tile);
@@ -169,12 +122,4 @@ __device__ __forceinline__ void store_dk_dv(const BwdParams& params, const Work&
                                                 first_key, p.seqlen_k, p.head_dim, thread);
   store_tile<LayoutKV, LayoutKV::ROWS, THREADS>(smem_dv, 0, static_cast<uint16_t*>(params.dv) + offset, row_stride,
                                                 first_key, p.seqlen_k, p.head_dim, thread);
-}
-
-// The launch of a backward kernel: a block for each piece of work.
-template <int TILE_N>
-inline int64_t backward_blocks(const BwdParams& params) {
-  const AttnProblem& p = params.problem;
-  const int64_t n_tiles = (p.seqlen_k + TILE_N - 1) / TILE_N;
-  return n_tiles * p.batch * (p.num_heads / p.group_size) * params.group_parts;
 }

@@ -13,6 +13,7 @@
 // TILE_N 64 327, 96 325, 128 320; at 256 two stages, which leave room for one block only, 261 against 322.
 #include <type_traits>
 
+#include "../common/forward_work.cuh"
 #include "../common/softmax.cuh"
 #include "../common/tile.cuh"
 #include "../launch.cuh"
@@ -34,29 +35,7 @@ constexpr int K_BLOCKS = HEAD_DIM / 16;
 using LayoutQ = TileLayout<TILE_M, HEAD_DIM>;
 using LayoutKV = TileLayout<TILE_N, HEAD_DIM>;
 
-// The piece of work of a block. Tiles with the most keys come first, so that no long one is left for the
-// end; but `heads_together` heads at a time, so that their K and V stay in L2.
-struct Work {
-  int batch, head, kv_head;
-  int first_row, end_row;
-  TileRange n_tiles;  // the key tiles that the rows see
-
-  __device__ explicit Work(const AttnProblem& p) {
-    const unsigned m_tiles = (p.seqlen_q + TILE_M - 1) / TILE_M;
-    const unsigned section = blockIdx.x / (m_tiles * p.heads_together);
-    const unsigned rest = blockIdx.x - section * m_tiles * p.heads_together;
-    const unsigned first = section * p.heads_together;
-    const unsigned heads = min(static_cast<unsigned>(p.batch) * p.num_heads - first,
-                               static_cast<unsigned>(p.heads_together));
-    const unsigned batch_head = first + rest % heads;
-    batch = batch_head / p.num_heads;
-    head = batch_head % p.num_heads;
-    kv_head = head / p.group_size;
-    first_row = (m_tiles - 1 - rest / heads) * TILE_M;
-    end_row = min(first_row + TILE_M, p.seqlen_q);
-    n_tiles = key_tiles<TILE_N>(Mask(p), first_row, end_row);
-  }
-};
+using Work = ForwardWork<TILE_M, TILE_N>;
 
 struct Stage {
   SmemTile<LayoutKV> k;
@@ -82,7 +61,7 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
   constexpr bool LEAN = HEAD_DIM == 128;
   const AttnProblem& p = params.problem;
   const int thread = threadIdx.x, lane = thread % 32, warp_row = thread / 32 * WARP_ROWS;
-  if (thread == 0) shared.work = Work(p);
+  if (thread == 0) shared.work = Work(p, blockIdx.x);
   __syncthreads();  // the work is there for all
   std::conditional_t<LEAN, const volatile Work&, const Work> work = shared.work;
   const Mask mask(p);

@@ -95,13 +95,11 @@ fn backward_typed<E: Element>(
     let mut dq_turns: CudaSlice<i32> = device.alloc_zeros(turns.max(1))?;
 
     if q_rows + k_rows > 0 {
-        let [q, k, v, out, dout] = [
-            Rows::<E>::new((cuda_storage(&inputs[0].0)?, inputs[0].1))?,
-            Rows::new((cuda_storage(&inputs[1].0)?, inputs[1].1))?,
-            Rows::new((cuda_storage(&inputs[2].0)?, inputs[2].1))?,
-            Rows::new((cuda_storage(&inputs[3].0)?, inputs[3].1))?,
-            Rows::new((cuda_storage(&inputs[4].0)?, inputs[4].1))?,
-        ];
+        let rows = |i: usize| {
+            let (storage, layout) = inputs[i];
+            Rows::<E>::new((cuda_storage(storage)?, layout), chosen.sm90)
+        };
+        let [q, k, v, out, dout] = [rows(0)?, rows(1)?, rows(2)?, rows(3)?, rows(4)?];
         let slopes = params
             .alibi_slopes_on_device()
             .map(Tensor::storage_and_layout);

@@ -24,6 +24,8 @@ pub(crate) struct Gpu {
     pub(super) multiprocessors: usize,
     /// Shared memory that a block can be given, in KiB.
     shared_kib: usize,
+    /// Whether kernels for compute capability 9.0 alone run there.
+    sm90: bool,
 }
 
 impl Gpu {
@@ -33,14 +35,16 @@ impl Gpu {
         let attribute = |attribute| context.attribute(attribute).w();
         let shared_bytes =
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        let compute_capability = (
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        );
         Ok(Self {
-            compute_capability: (
-                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-            ),
+            compute_capability,
             multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?
                 as usize,
             shared_kib: shared_limit().min(shared_bytes as usize >> 10),
+            sm90: compute_capability == (9, 0) && !only_sm80(),
         })
     }
 }
@@ -53,6 +57,11 @@ fn shared_limit() -> usize {
         .ok()
         .and_then(|limit| limit.parse().ok())
         .unwrap_or(usize::MAX)
+}
+
+/// `CANDLE_FLASH_GQA_KERNELS=sm80` leaves out the kernels for Hopper alone, to test and to time the others there.
+fn only_sm80() -> bool {
+    std::env::var_os("CANDLE_FLASH_GQA_KERNELS").is_some_and(|kernels| kernels == "sm80")
 }
 
 /// Which problems a kernel takes, by what is done to their scores.
@@ -68,6 +77,8 @@ struct Row<Params: 'static> {
     name: &'static str,
     head_dim: usize,
     shared_kib: usize,
+    /// For compute capability 9.0 alone.
+    sm90: bool,
     modes: Modes,
     kernel: &'static Kernel<Params>,
 }
@@ -78,6 +89,9 @@ pub(super) struct Chosen<Params: 'static> {
     pub(super) name: &'static str,
     /// The kernel's own: that of the problem is at most this.
     pub(super) head_dim: usize,
+    /// It is for compute capability 9.0: its copy engine reads the inputs, and its blocks can take pieces of work by
+    /// a counter.
+    pub(super) sm90: bool,
     pub(super) kernel: &'static Kernel<Params>,
 }
 
@@ -89,6 +103,7 @@ macro_rules! rows {
                 name: stringify!($symbol),
                 head_dim: $head_dim,
                 shared_kib: $shared_kib,
+                sm90: $file.starts_with("sm90/"),
                 modes: Modes::$modes,
                 // SAFETY: a constant of the linked library, never written, of the type that ffi.rs states.
                 kernel: unsafe { &ffi::$symbol },
@@ -121,10 +136,12 @@ fn choose<Params>(
         head_dim <= row.head_dim
             && row.shared_kib <= gpu.shared_kib
             && (plain || row.modes == Modes::Any)
+            && (!row.sm90 || gpu.sm90)
     })?;
     Some(Chosen {
         name: row.name,
         head_dim: row.head_dim,
+        sm90: row.sm90,
         kernel: row.kernel,
     })
 }
@@ -167,6 +184,7 @@ mod tests {
             compute_capability,
             multiprocessors: 100,
             shared_kib,
+            sm90: compute_capability == (9, 0),
         }
     }
 
@@ -215,7 +233,10 @@ mod tests {
         let name = |gpu: Gpu, head_dim, plain| {
             choose(backward_rows(), &gpu, head_dim, plain).map(|row| row.name)
         };
-        let hopper = gpu((9, 0), 227);
+        let hopper = Gpu {
+            sm90: false,
+            ..gpu((9, 0), 227)
+        };
         assert_eq!(
             name(hopper, 128, true),
             Some("flash_bwd_sm80_hd128_smem163")
@@ -231,6 +252,30 @@ mod tests {
         );
     }
 
+    #[test]
+    fn kernels_for_hopper_run_plain_problems_there_and_nothing_else() {
+        let forward = |gpu: Gpu, plain| choose(forward_rows(), &gpu, 72, plain).map(|row| row.name);
+        let backward =
+            |gpu: Gpu, plain| choose(backward_rows(), &gpu, 200, plain).map(|row| row.name);
+        let hopper = gpu((9, 0), 227);
+        assert_eq!(forward(hopper, true), Some("flash_fwd_sm90_hd96_smem227"));
+        assert_eq!(
+            backward(hopper, true),
+            Some("flash_bwd_wide_sm90_hd256_smem227")
+        );
+        for (gpu, plain) in [
+            (hopper, false),
+            (gpu((10, 0), 227), true),
+            (gpu((9, 0), 163), true),
+        ] {
+            let names = [forward(gpu, plain), backward(gpu, plain)];
+            assert!(
+                names.iter().all(|name| name.unwrap().contains("_sm80_")),
+                "{names:?}"
+            );
+        }
+    }
+
     /// The twins of kernels/params.h have not drifted.
     #[test]
     fn structs_have_the_layout_of_the_kernels() {
@@ -244,7 +289,7 @@ mod tests {
             offset_of!(ffi::AttnProblem, tanh_scale),
             offset_of!(ffi::AttnProblem, element),
             size_of::<FwdParams>(),
-            offset_of!(FwdParams, lse),
+            offset_of!(FwdParams, next_piece),
             size_of::<BwdParams>(),
             offset_of!(BwdParams, lse),
             offset_of!(BwdParams, group_parts),

@@ -59,6 +59,8 @@ pub(super) struct FwdParams {
     pub(super) problem: AttnProblem,
     pub(super) out: *mut c_void,
     pub(super) lse: *mut f32,
+    /// Null: each block knows its pieces of work from the start.
+    pub(super) next_piece: *mut u32,
 }
 
 #[derive(Debug, Clone, Copy)]

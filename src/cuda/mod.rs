@@ -76,9 +76,12 @@ enum Borrowed<'a> {
 }
 
 impl<'a, E: Element> Rows<'a, E> {
-    /// In place if rows are contiguous and 16-byte aligned, else a contiguous copy.
-    fn new((storage, layout): Input<'a>) -> Result<Self> {
-        if let Some(strides) = aligned_strides::<E>(storage, layout)? {
+    /// In place if rows are contiguous and 16-byte aligned, else a contiguous copy; so too of one row that is
+    /// repeated by a stride of 0, where the kernel's copy engine would have to read it.
+    fn new((storage, layout): Input<'a>, by_copy_engine: bool) -> Result<Self> {
+        let repeats_a_row = layout.dims()[1] > 1 && layout.stride()[1] == 0;
+        let strides = aligned_strides::<E>(storage, layout)?;
+        if let Some(strides) = strides.filter(|_| !(by_copy_engine && repeats_a_row)) {
             return Ok(Self {
                 storage: Borrowed::InPlace(storage),
                 offset: layout.start_offset(),

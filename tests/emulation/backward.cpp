@@ -66,7 +66,7 @@ static void solve(const Shape& shape, int group_parts, bool in_order) {
 int main() {
   int number = 0;
   // The heads of a group together or shared out, dq in any order or in turn.
-  return run_all(TAKES_PLAIN_ONLY, [&](const Shape& shape) {
+  return run_all(shapes(HEAD_DIM, TAKES_PLAIN_ONLY), [&](const Shape& shape) {
     ++number;
     solve(shape, number % 2 ? 1 : shape.group_size, number % 3 == 0);
   });

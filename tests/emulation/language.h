@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "hopper.h"
 #include "machine.h"
 
 #undef __global__
@@ -16,9 +17,13 @@
 #define __forceinline__ inline
 
 #define __CUDA_ARCH__ EMULATED_ARCH
+#if EMULATED_ARCH == 900
+#define __CUDA_ARCH_FEAT_SM90_ALL
+#endif
 
 #define threadIdx (machine::Index{static_cast<unsigned>(machine::current->index), 0, 0})
 #define blockIdx machine::block
+#define gridDim machine::grid
 
 namespace {
 // What kernels declare as `extern __shared__`.
@@ -35,7 +40,24 @@ template <class Params>
 inline cudaError_t cudaFuncSetAttribute(void (*)(Params), cudaFuncAttribute, int bytes) {
   return static_cast<size_t>(bytes) <= machine::SHARED_SIZE ? cudaSuccess : cudaErrorInvalidValue;
 }
-extern "C" inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+extern "C" {
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+// Of multiprocessors: few, so that blocks take several pieces of work.
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = 3;
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
+                                                    cudaDriverEntryPointQueryResult* found) {
+  *function = reinterpret_cast<void*>(&machine::encode_map);
+  *found = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+}
 
 inline void __syncthreads() { machine::barrier(); }
 inline void __syncwarp() {
@@ -57,6 +79,10 @@ inline T shuffle(T x, int from) {
   return brought.result;
 }
 template <class T>
+inline T __shfl_sync(unsigned, T x, int lane) {
+  return shuffle(x, lane);
+}
+template <class T>
 inline T __shfl_xor_sync(unsigned, T x, int mask) {
   return shuffle(x, machine::current->index % 32 ^ mask);
 }
@@ -70,6 +96,13 @@ inline bool __any_sync(unsigned, bool x) {
     for (Brought* lane : lanes) lane->result = any;
   });
   return brought.result;
+}
+
+// Blocks run one after the other: the first takes what all would share.
+inline unsigned atomicAdd(unsigned* counter, unsigned x) {
+  const unsigned before = *counter;
+  *counter += x;
+  return before;
 }
 
 inline float __uint_as_float(uint32_t bits) {

@@ -64,7 +64,7 @@ struct Thread {
 inline std::vector<Thread> threads;
 inline Thread* current;
 inline jmp_buf scheduler;
-inline Index block;
+inline Index block, grid;
 inline std::function<void()> body;
 
 inline int warp() { return current->index / 32; }
@@ -166,6 +166,20 @@ inline void note_write(uint32_t address) {
   chunk.written = barriers;
 }
 
+// What is done beside the threads: now, or at any later time, in any order.
+inline std::vector<std::function<void()>> under_way;
+inline void start(std::function<void()> act) {
+  now() ? act() : under_way.push_back(std::move(act));
+}
+inline bool finish_one() {
+  if (under_way.empty()) return false;
+  std::swap(under_way[chance() % under_way.size()], under_way.back());
+  const auto act = std::move(under_way.back());
+  under_way.pop_back();
+  act();
+  return true;
+}
+
 // What a block leaves behind that the next one must not find.
 inline std::vector<std::function<void()>> resets;
 
@@ -229,8 +243,11 @@ inline void run_block(int block_threads) {
         run_on(thread);
       }
     }
-    if (!is_over && !any_ran && !any_rests) hang();
+    if (timing == Timing::RANDOM && chance() % 3 == 0) any_ran |= finish_one();
+    if (!is_over && !any_ran && !any_rests && !finish_one()) hang();
   }
+  if (!under_way.empty()) fault("block %u ends with %zu copies under way", block.x, under_way.size());
+  under_way.clear();
 }
 
 template <class Params>
@@ -238,6 +255,7 @@ inline void run(void (*kernel)(Params), unsigned blocks, int block_threads, size
                 unsigned char* memory) {
   shared = memory;
   shared_bytes = bytes;
+  grid = {blocks, 1, 1};
   body = [&] { kernel(params); };
   for (block = {}; block.x < blocks; ++block.x) run_block(block_threads);
 }

@@ -14,6 +14,7 @@ struct Shape {
   bool is_bf16 = true;
   float softcap = 0.f;
   bool has_alibi = false;
+  float rise = 0.f;  // of the scores, as exponents of 2, with each hundred keys from the last to the first
 };
 
 // (batch, seqlen, heads, head_dim) in 16 bits, with a gap after each row, and the same in double without.
@@ -40,6 +41,12 @@ struct Tensor {
     const int64_t row = head_dim + GAP;
     return {seqlen * heads * row, heads * row, row};
   }
+  void set(int batch, int i, int head, int col, float x, bool is_bf16) {
+    const size_t at = row(batch, i, head);
+    const uint16_t rounded = machine::to_bits(x, is_bf16);
+    bits[at / head_dim * (head_dim + GAP) + col] = rounded;
+    values[at + col] = machine::to_float(rounded, is_bf16);
+  }
   size_t row(int batch, int i, int head) const { return ((static_cast<size_t>(batch) * seqlen + i) * heads + head) * head_dim; }
 };
 
@@ -59,6 +66,7 @@ struct Problem {
         dout(shape, shape.seqlen_q, shape.num_heads, random),
         scale(static_cast<float>(1 / std::sqrt(shape.head_dim))) {
     for (int i = 0; i < shape.batch * shape.num_heads; ++i) slopes.push_back(0.01f * (i + 1));
+    if (shape.rise != 0.f) raise_scores();
     solve();
   }
 
@@ -88,6 +96,17 @@ struct Problem {
   }
 
  private:
+  // By the last column, which is the last to be added up.
+  void raise_scores() {
+    const float large = 64.f, step = shape.rise / (scale * 1.4426950408889634 * large);
+    for (Tensor* tensor : {&q, &k})
+      for (int batch = 0; batch < shape.batch; ++batch)
+        for (int i = 0; i < tensor->seqlen; ++i)
+          for (int head = 0; head < tensor->heads; ++head)
+            tensor->set(batch, i, head, shape.head_dim - 1,
+                        tensor == &q ? large : (shape.seqlen_k - 1 - i) / 100 * step, shape.is_bf16);
+  }
+
   void solve() {
     const Shape& s = shape;
     out.assign(q.values.size(), 0);
@@ -205,19 +224,19 @@ inline std::vector<Shape> shapes(int head_dim, bool is_plain) {
   return shapes;
 }
 
-// Calls `solve` for each shape with each timing; the exit status of the program.
+// Calls `solve` for each of `shapes` with each timing; the exit status of the program.
 template <class Solve>
-inline int run_all(bool is_plain, Solve solve) {
+inline int run_all(const std::vector<Shape>& shapes, Solve solve) {
   using machine::Timing;
   for (Timing timing : {Timing::AT_ONCE, Timing::LATE, Timing::RANDOM}) {
     machine::timing = timing;
-    for (const Shape& s : shapes(HEAD_DIM, is_plain)) {
+    for (const Shape& s : shapes) {
       const int before = machine::faults;
       solve(s);
       if (machine::faults != before)
-        std::printf("with batch %d, lengths %d and %d, heads %d / %d, head_dim %d, window %d %d, %s, softcap %g, alibi %d, timing %d\n",
+        std::printf("with batch %d, lengths %d and %d, heads %d / %d, head_dim %d, window %d %d, %s, softcap %g, alibi %d, rise %g, timing %d\n",
                     s.batch, s.seqlen_q, s.seqlen_k, s.num_heads, s.group_size, s.head_dim, s.window_left,
-                    s.window_right, s.is_bf16 ? "bf16" : "f16", s.softcap, s.has_alibi, static_cast<int>(timing));
+                    s.window_right, s.is_bf16 ? "bf16" : "f16", s.softcap, s.has_alibi, s.rise, static_cast<int>(timing));
     }
   }
   std::printf("%d faults\n", machine::faults);

@@ -364,9 +364,9 @@ fn case_69_six_rows_of_forty_heads() -> Result<()> {
 }
 
 #[test]
-fn case_71_softcaps_of_10_15_and_50() -> Result<()> {
+fn case_71_softcaps_of_10_15_and_50_and_such_that_are_far_above_the_scores() -> Result<()> {
     for_each_dtype(128, |device, dtype| {
-        for softcap in [10., 15., 50.] {
+        for softcap in [10., 15., 50., 1e4, 1e6, 1e20] {
             let problem = Problem::new(2, [130, 130], [2, 2], 128)
                 .causal()
                 .softcap(softcap);

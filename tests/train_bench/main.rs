@@ -1,5 +1,7 @@
 //! What `--example train_bench` counts and decides.
 
+#[path = "../../examples/train_bench/longest.rs"]
+mod longest;
 #[path = "../../examples/common/model/mod.rs"]
 #[expect(dead_code, reason = "only shapes are needed")]
 mod model;
@@ -69,6 +71,26 @@ fn a_gpu_without_room_is_told_from_other_errors() {
         let error = anyhow!(message.to_string()).context("a step");
         assert_eq!(is_out_of_memory(&error), expected, "{message}");
     }
+}
+
+#[test]
+fn the_longest_context_is_found_to_the_unit() {
+    for unit in [1, 7, 1024] {
+        for longest_units in [0, 1, 2, 3, 5, 8, 31, 64, 100, 1000] {
+            let most = 100 * unit + unit / 2;
+            let mut tried = 0;
+            let found = longest::longest(unit, most, |seqlen| {
+                tried += 1;
+                assert!(seqlen % unit == 0 && seqlen <= most, "{seqlen}");
+                Ok(seqlen <= longest_units * unit)
+            });
+            let expected = (longest_units > 0).then(|| longest_units.min(100) * unit);
+            assert_eq!(found.unwrap(), expected, "unit {unit}, {longest_units}");
+            assert!(tried <= 15, "{tried}");
+        }
+    }
+    assert_eq!(longest::longest(8, 7, |_| Ok(true)).unwrap(), None);
+    assert!(longest::longest(1, 9, |_| Err(anyhow!("broken"))).is_err());
 }
 
 /// Names of the command line.

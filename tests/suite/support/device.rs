@@ -19,8 +19,51 @@ pub fn devices() -> Vec<Device> {
 #[cfg(feature = "cuda")]
 pub fn gpu() -> Option<Device> {
     static GPU: std::sync::OnceLock<Device> = std::sync::OnceLock::new();
-    let open = || Device::new_cuda(0).expect("tests with the feature `cuda` need a GPU");
+    let open = || {
+        let device = Device::new_cuda(0).expect("tests with the feature `cuda` need a GPU");
+        watch(&device);
+        device
+    };
     Some(GPU.get_or_init(open).clone())
+}
+
+/// Ends the process when the GPU does not: a kernel that hangs is a failure that no test may wait for.
+#[cfg(feature = "cuda")]
+fn watch(device: &Device) {
+    use std::sync::{Arc, Mutex};
+    use std::time::{Duration, Instant};
+
+    use candle_core::cuda_backend::cudarc::driver::result::ctx;
+
+    const LONGEST: Duration = Duration::from_secs(90);
+    const PAUSE: Duration = Duration::from_secs(2);
+
+    let stream = device.as_cuda_device().unwrap().cuda_stream();
+    let context = Arc::clone(stream.context());
+    let waits_since = Arc::new(Mutex::new(Instant::now()));
+    let since = Arc::clone(&waits_since);
+    std::thread::spawn(move || {
+        // SAFETY: the context lives as long as this thread holds it.
+        unsafe { ctx::set_current(context.cu_ctx()) }.unwrap();
+        loop {
+            *waits_since.lock().unwrap() = Instant::now();
+            // With all streams. Past cudarc, which would hand an error of another thread to this one; and an error that
+            // the device reports, the test that caused it sees too.
+            let _ = ctx::synchronize();
+            std::thread::sleep(PAUSE);
+        }
+    });
+    std::thread::spawn(move || {
+        loop {
+            std::thread::sleep(PAUSE);
+            if since.lock().unwrap().elapsed() > LONGEST {
+                eprintln!(
+                    "the GPU has not finished what it was given {LONGEST:?} ago; --test-threads 1 tells which test it was"
+                );
+                std::process::abort();
+            }
+        }
+    });
 }
 
 #[cfg(not(feature = "cuda"))]

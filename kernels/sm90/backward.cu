@@ -1,0 +1,293 @@
+// dk, dv and the sums of dq, FlashAttention-2, Algorithm 2, for wgmma and the copy engine (sm_90a). Step 2 of the
+// backward: common/delta.cu comes before, common/convert.cu after.
+//
+// grid       one block for each (batch, kv head), part of the head's group, and tile of TILE_N keys
+// block      a warpgroup that loads (one thread of it) and two that compute, of 64 keys each
+// shared     k and v tile; q and dout tiles of two steps, with lse and delta; dscores of two steps; dq on its way:
+//            197 (head_dim 64), 195 KiB (96, 128)
+// registers  given 24 + 2 x 240, none spilled
+//
+// A block visits, for each query head of its part of the group in turn, the query tiles that see its keys. dk and dv
+// stay in registers over all of them; dq is added to sums in device memory.
+//
+// Scores and dprobs are transposed, keys by rows: their accumulators, packed, are the left operands of dv and dk, and
+// only dscores go through shared memory, for dq. The products of a step that nothing waits for are left to the next
+// one, so that the exponentials and what makes dscores of dprobs have products beside them. A warpgroup issues
+//   scores, dprobs | exponentials | dv, dq of the last step | dscores | dk | the addition to dq
+// and waits, at each bar, only for what it needs next. 64 query rows a step; at head_dim 64, where a step's products are
+// too short for that, 128.
+//
+// dq leaves by the copy engine, each warp its own part. Added by red from the accumulators, it held up the next step:
+// registers are free only when the addition has read them. And a proxy fence waits for additions under way: it is a
+// memory barrier for all that the thread has written.
+//
+// Cycles of a multiprocessor for a step, from the sizes (MMA 10 M N d / 4096, MUFU M N / 16, shared memory: operands +
+// dscores, dq and fills at 128 bytes), and what was measured: H200, bf16, TFLOP/s full / causal at 16384 keys, at 4096
+// for 96; benches/record/2026-11-30-hopper.md.
+//   head_dim   rows x keys   MMA    MUFU   shared        expected                measured
+//   64         128 x 128     2560   1024   1792 + 1024   520 to 570 / 500 to 550   498 / 479
+//   96         64 x 128      1920   512    1536 + 704                              452 / 407
+//   128        64 x 128      2560   512    2048 + 896    600 to 650 / 560 to 620   545 / 541
+// Without any addition to dq it is no faster: what is missing lies in the order of the steps.
+#include <type_traits>
+
+#include "../common/softmax.cuh"
+#include "../ptx/proxy_fence.cuh"
+#include "../ptx/shared.cuh"
+#include "../ptx/stmatrix.cuh"
+#include "../ptx/wgmma.cuh"
+#include "backward_steps.cuh"
+
+namespace {
+
+// ---- constants --------------------------------------------------------------------------------------
+
+using Tile = BackwardTile<HEAD_DIM>;
+constexpr int WARPGROUPS = BACKWARD_WARPGROUPS, WARPGROUP_KEYS = 64;
+constexpr int TILE_M = Tile::TILE_M, TILE_N = WARPGROUPS * WARPGROUP_KEYS;
+constexpr int HEAD_BLOCKS = HEAD_DIM / 16, HEAD_TILES = HEAD_DIM / 8;
+constexpr int ROW_BLOCKS = TILE_M / 16, ROW_TILES = TILE_M / 8;
+constexpr int DQ_COLS = 64, DQ_TILES = DQ_COLS / 8;  // a warpgroup computes 64 x 64 of a step's dq:
+constexpr bool SHARE_ROWS = TILE_M == 128;            // of 128 rows, or of 128 columns
+static_assert((TILE_M == 64 || TILE_M == 128) && ROW_PADDING % TILE_M == 0 && ROW_PADDING % TILE_N == 0);
+static_assert(HEAD_DIM <= (SHARE_ROWS ? DQ_COLS : WARPGROUPS * DQ_COLS));
+
+using LayoutQ = PanelLayout<TILE_M, HEAD_DIM>;
+using LayoutKV = PanelLayout<TILE_N, HEAD_DIM>;
+using LayoutS = PanelLayout<TILE_N, TILE_M>;
+using Work = BackwardWork<TILE_M, TILE_N, true>;
+
+struct SharedStorage {
+  SwizzledTile<LayoutKV> k, v;
+  SwizzledTile<LayoutS> dscores[2];  // transposed
+  QueryStage<LayoutQ> stages[2];
+  alignas(128) float dq[WARPGROUPS * 4][16 * DQ_COLS];  // of each warp, on its way
+  Handover keys;
+  uint64_t full[2];  // of dscores
+  Work work;
+};
+static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// ---- device steps: computing ------------------------------------------------------------------------
+
+// Begins acc = keys rows^T, of a warpgroup's keys.
+template <class Element>
+__device__ __forceinline__ void begin_scores(float (&acc)[1][ROW_TILES][4], const SwizzledTile<LayoutKV>& keys,
+                                             int first_key, const SwizzledTile<LayoutQ>& rows) {
+  const MatrixDescriptor<LayoutKV> a = k_major<LayoutKV>(smem_address(&keys) + first_key * LayoutKV::ROW_BYTES);
+  const MatrixDescriptor<LayoutQ> b = k_major<LayoutQ>(smem_address(&rows));
+#pragma unroll
+  for (int block = 0; block < HEAD_BLOCKS; ++block)
+    ptx::Wgmma<Element, TILE_M>::template ss<false, false>(acc[0], a.after(k_major_step<LayoutKV>(block)),
+                                                           b.after(k_major_step<LayoutQ>(block)), block > 0);
+  ptx::wgmma_commit();
+}
+
+// Begins acc += weights^T rows, with `weights` a warpgroup's keys by rows.
+template <class Element>
+__device__ __forceinline__ void begin_sum(float (&acc)[1][HEAD_TILES][4], const uint32_t (&weights)[ROW_BLOCKS][4],
+                                          const SwizzledTile<LayoutQ>& rows) {
+  const MatrixDescriptor<LayoutQ> b = n_major<LayoutQ>(smem_address(&rows));
+#pragma unroll
+  for (int block = 0; block < ROW_BLOCKS; ++block)
+    ptx::Wgmma<Element, HEAD_DIM>::template rs<true>(acc[0], weights[block], b.after(n_major_step<LayoutQ>(block)), true);
+  ptx::wgmma_commit();
+}
+
+// Begins acc = dscores k, of 64 rows from `first_row` and 64 columns from `first_col` on.
+template <class Element>
+__device__ __forceinline__ void begin_dq(float (&acc)[1][DQ_TILES][4], const SwizzledTile<LayoutS>& dscores,
+                                         int first_row, const SwizzledTile<LayoutKV>& k, int first_col) {
+  const MatrixDescriptor<LayoutS> a =
+      n_major<LayoutS>(smem_address(&dscores) + first_row / LayoutS::PANEL_COLS * LayoutS::PANEL_BYTES);
+  const MatrixDescriptor<LayoutKV> b =
+      n_major<LayoutKV>(smem_address(&k) + first_col / LayoutKV::PANEL_COLS * LayoutKV::PANEL_BYTES);
+#pragma unroll
+  for (int block = 0; block < TILE_N / 16; ++block)
+    ptx::Wgmma<Element, DQ_COLS>::template ss<true, true>(acc[0], a.after(n_major_step<LayoutS>(block)),
+                                                          b.after(n_major_step<LayoutKV>(block)), block > 0);
+  ptx::wgmma_commit();
+}
+
+// What computing warpgroup `warpgroup` does.
+template <class Element, bool IN_ORDER>
+__device__ __forceinline__ void compute(const BackwardArguments& arguments, SharedStorage& shared, int warpgroup) {
+  const BwdParams& params = arguments.params;
+  const AttnProblem& p = params.problem;
+  const volatile Work& work = shared.work;  // read at each use: registers are short
+  const Mask mask(p);
+  const bool is_speaker = threadIdx.x % WARPGROUP_THREADS == 0;
+  // Of the keys of the tile, and of a warpgroup's rows of dq.
+  const auto warp_row = [] { return ptx::thread_index() / 32 % 4 * 16; };
+  const auto lane_index = [] { return ptx::thread_index() % 32; };
+  const int warpgroup_key = warpgroup * WARPGROUP_KEYS;
+
+  float acc_dk[1][HEAD_TILES][4], acc_dv[1][HEAD_TILES][4];
+  clear(acc_dk);
+  clear(acc_dv);
+  ptx::hold(acc_dk);
+  ptx::hold(acc_dv);
+
+  BackwardStep step = first_step(work);
+  if (step.head < work.end_head) {
+    uint32_t number = 0;  // of the step; two of each tile are there, and are used in turn
+    const auto stage = [&](uint32_t number) { return number % 2; };
+    const auto phase = [&](uint32_t number) { return number / 2 % 2; };
+
+    shared.keys.wait_full(0);
+
+    // dq of a step that has its dscores: its product, and its addition.
+    const int dq_row = SHARE_ROWS ? warpgroup * 64 : 0, dq_col = SHARE_ROWS ? 0 : warpgroup * DQ_COLS;
+    const auto begin_dq_of = [&](uint32_t number, float(&acc_dq)[1][DQ_TILES][4]) {
+      // dscores of both warpgroups are there. Both have finished with those of the step before: they arrive after
+      // that.
+      ptx::mbarrier_wait(smem_address(&shared.full[stage(number)]), phase(number));
+      ptx::wgmma_fence();
+      begin_dq<Element>(acc_dq, shared.dscores[stage(number)], dq_row, shared.k, dq_col);
+    };
+    // Where this warp's part of dq begins, and its bytes: of the second warpgroup's columns there may be fewer.
+    const auto staged_dq = [&] { return smem_address(&shared.dq[warpgroup * 4 + ptx::thread_index() / 32 % 4]); };
+    constexpr int LAST_COLS = HEAD_DIM % DQ_COLS == 0 ? DQ_COLS : HEAD_DIM % DQ_COLS;
+    const uint32_t dq_bytes = 16 * (warpgroup == 0 ? DQ_COLS : LAST_COLS) * sizeof(float);
+    // For the copy engine to add. In registers it would hold up the next step: they are read one by one.
+    const auto stage_dq = [&](float(&acc_dq)[1][DQ_TILES][4]) {
+      ptx::hold(acc_dq);
+      if (lane_index() == 0) ptx::bulk_wait_read();
+      __syncwarp();  // what lay there has been read
+      const uint32_t to = staged_dq() + lane_index() * 16;
+#pragma unroll
+      for (int j = 0; j < DQ_TILES; ++j) ptx::store_v4(to + j * AccLayout::PIECE * 4, acc_dq[0][j]);
+      ptx::proxy_fence();
+      __syncwarp();  // all lanes' part is there
+    };
+    const auto add_dq_of = [&](BackwardStep step) {
+      if (!IN_ORDER && lane_index() != 0) return;
+      add_dq<Work, IN_ORDER>(params, mask, work, step, warpgroup, dq_row + warp_row(), dq_col, [&](float* piece) {
+        if (lane_index() != 0) return;
+        ptx::bulk_add(piece, staged_dq(), dq_bytes);
+        if (IN_ORDER) ptx::bulk_wait();
+      });
+    };
+
+    // A step, and dq of the last one.
+    uint32_t weights[ROW_BLOCKS][4];  // probs, then dscores: packed, with the rows as K
+    const auto run_step = [&](BackwardStep last_step) {
+      const bool is_first = number == 0;
+      const uint32_t now = stage(number);
+      QueryStage<LayoutQ>& rows = shared.stages[now];
+      float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][DQ_TILES][4];
+
+      rows.handover.wait_full(phase(number));
+      ptx::wgmma_fence();
+      begin_scores<Element>(scores, shared.k, warpgroup_key, rows.q);
+      ptx::wgmma_wait<1>();  // dk of the last step
+      ptx::hold(acc_dk);
+      if (!is_first) shared.stages[now ^ 1].handover.release(is_speaker);
+      ptx::wgmma_fence();
+      begin_scores<Element>(dprobs, shared.v, warpgroup_key, rows.dout);
+
+      const int first_row = step.m_tile * TILE_M, first_key = work.n_tile * TILE_N;
+      const bool is_masked =
+          !mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N);
+      const float scale_log2 = p.softmax_scale * LOG2_E;
+      float2 statistic[ROW_TILES];  // lse, then delta: read, as far as registers go, before what they are for is there
+      read_statistic<0, ROW_TILES>(statistic, rows.lse_log2, lane_index());
+      ptx::wgmma_wait<1>();  // scores
+      ptx::hold(scores);
+      if (is_masked) mask_scores_transposed(scores, mask, first_row, first_key + warpgroup_key + warp_row(), lane_index());
+#pragma unroll
+      for (int j = 0; j < ROW_TILES; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          weights[j / 2][j % 2 * 2 + half] =
+              pack<Element>(ptx::exp2(scores[0][j][2 * half] * scale_log2 - statistic[j].x),
+                            ptx::exp2(scores[0][j][2 * half + 1] * scale_log2 - statistic[j].y));
+
+      ptx::hold(acc_dv);
+      ptx::wgmma_fence();
+      begin_sum<Element>(acc_dv, weights, rows.dout);
+      begin_dq_of(number - 1, acc_dq);  // in the first step of what lies there, and added nowhere
+      read_statistic<0, 8>(statistic, rows.delta, lane_index());
+      ptx::wgmma_wait<1>();  // dprobs, dv
+      ptx::hold(dprobs);
+      ptx::hold(acc_dv);
+      read_statistic<8, ROW_TILES>(statistic, rows.delta, lane_index());
+#pragma unroll
+      for (int j = 0; j < ROW_TILES; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint32_t& weight = weights[j / 2][j % 2 * 2 + half];
+          const float2 prob = unpack<Element>(weight);
+          weight = pack<Element>(prob.x * (dprobs[0][j][2 * half] - statistic[j].x),
+                                 prob.y * (dprobs[0][j][2 * half + 1] - statistic[j].y));
+        }
+      const int lane = lane_index();
+      const uint32_t dscores = smem_address(&shared.dscores[now]);
+#pragma unroll
+      for (int block = 0; block < ROW_BLOCKS; ++block)
+        ptx::stmatrix_x4(dscores + LayoutS::chunk_offset(warpgroup_key + warp_row() + lane % 16, 2 * block + lane / 16),
+                         weights[block]);
+
+      ptx::hold(acc_dk);
+      ptx::wgmma_fence();
+      begin_sum<Element>(acc_dk, weights, rows.q);
+      ptx::wgmma_wait<1>();  // dq of the last step
+      stage_dq(acc_dq);      // its proxy fence is also that of dscores
+      // For the other warpgroup's product dq. It also says that this one has finished with the last step's dscores.
+      if (lane_index() == 0) ptx::mbarrier_arrive(smem_address(&shared.full[now]));
+      if (!is_first) add_dq_of(last_step);
+      ++number;
+    };
+
+    for (BackwardStep last = step; step.head < work.end_head; last = step, step = step_after<false>(step, work))
+      run_step(last);
+
+    float acc_dq[1][DQ_TILES][4];
+    begin_dq_of(number - 1, acc_dq);
+    ptx::wgmma_wait<0>();
+    ptx::hold(acc_dk);
+    ptx::hold(acc_dv);
+    stage_dq(acc_dq);
+    add_dq_of({work.end_head - 1, work.m_tiles.end - 1});
+    if (lane_index() == 0) ptx::bulk_wait_read();  // before the block, and its shared memory, ends
+  }
+
+  store_dk_dv<Element>(params, work, warpgroup_key + warp_row(), 0, acc_dk, acc_dv, lane_index());
+}
+
+#endif
+
+// ---- kernel -----------------------------------------------------------------------------------------
+
+template <class Element, bool IN_ORDER>
+__global__ void __launch_bounds__(BACKWARD_THREADS, 1) backward_kernel(const __grid_constant__ BackwardArguments arguments) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) char smem[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
+
+  run_roles<LayoutQ, LayoutKV>(arguments, shared, [&](int warpgroup) {
+    compute<Element, IN_ORDER>(arguments, shared, warpgroup);
+  });
+#else
+  __trap();  // the code for other targets is never launched
+#endif
+}
+
+// ---- launcher ---------------------------------------------------------------------------------------
+
+cudaError_t launch_kernel(const BwdParams* params, cudaStream_t stream) {
+  BackwardArguments arguments;
+  const cudaError_t status = backward_arguments<LayoutQ, LayoutKV>(*params, &arguments);
+  if (status != cudaSuccess) return status;
+  return launch(BACKWARD_KERNEL_FOR(backward_kernel, *params), backward_blocks<TILE_N>(*params), BACKWARD_THREADS,
+                sizeof(SharedStorage), arguments, stream);
+}
+
+}  // namespace
+
+extern "C" {
+extern const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_sm90);
+const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_sm90) = {launch_kernel, sizeof(SharedStorage), BACKWARD_THREADS, 1, TILE_M, TILE_N};
+}

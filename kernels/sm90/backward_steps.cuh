@@ -1,0 +1,196 @@
+// What the backward kernels share: who does what, what is read, where dq is added, how dk and dv end, and the launch.
+#pragma once
+#include "../common/accumulator.cuh"
+#include "../common/backward_work.cuh"
+#include "../common/sequence.cuh"
+#include "../launch.cuh"
+#include "../ptx/named_barrier.cuh"
+#include "../ptx/ordered.cuh"
+#include "../ptx/setmaxnreg.cuh"
+#include "pipeline.cuh"
+#include "store.cuh"
+#include "tile.cuh"
+
+constexpr int WARPGROUP_THREADS = 128;
+constexpr int BACKWARD_WARPGROUPS = 2;  // that compute
+constexpr int BACKWARD_THREADS = WARPGROUP_THREADS * (1 + BACKWARD_WARPGROUPS);
+
+struct BackwardArguments {
+  BwdParams params;
+  TensorMap q, k, v, dout;
+};
+
+// The query rows of a step.
+template <class LayoutQ>
+struct QueryStage {
+  SwizzledTile<LayoutQ> q, dout;
+  alignas(16) float lse_log2[LayoutQ::ROWS], delta[LayoutQ::ROWS];
+  Handover handover;
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Reads lse or delta of the columns of scores^T that a thread holds, in accumulators [BEGIN, END).
+template <int BEGIN, int END, int ROW_TILES>
+__device__ __forceinline__ void read_statistic(float2 (&statistic)[ROW_TILES], const float* rows, int lane) {
+#pragma unroll
+  for (int j = BEGIN; j < END; ++j) statistic[j] = *reinterpret_cast<const float2*>(&rows[8 * j + lane % 4 * 2]);
+}
+
+// What the loading warpgroup does, one thread of it: the keys, then the query rows of each step.
+template <class LayoutQ, class LayoutKV, class SharedStorage>
+__device__ __forceinline__ void load_steps(const BackwardArguments& arguments, SharedStorage& shared) {
+  const BwdParams& params = arguments.params;
+  const AttnProblem& p = params.problem;
+  const auto& work = shared.work;
+  BackwardStep step = first_step(work);
+  if (step.head >= work.end_head) return;
+  shared.keys.expect(2 * LayoutKV::BYTES);
+  load_tile(shared.k, shared.keys, arguments.k, work.n_tile * LayoutKV::ROWS, work.kv_head, work.batch);
+  load_tile(shared.v, shared.keys, arguments.v, work.n_tile * LayoutKV::ROWS, work.kv_head, work.batch);
+
+  RingPlace<2> place;
+#pragma unroll 1  // few registers
+  for (; step.head < work.end_head; step = step_after<false>(step, work)) {
+    const int first_row = step.m_tile * LayoutQ::ROWS;
+    const int64_t statistics =
+        (static_cast<int64_t>(work.batch) * p.num_heads + step.head) * padded_rows(p.seqlen_q) + first_row;
+    QueryStage<LayoutQ>& stage = shared.stages[place.stage];
+    constexpr uint32_t STATISTICS_BYTES = sizeof(stage.delta);
+    stage.handover.wait_empty(place.phase);
+    stage.handover.expect(2 * (LayoutQ::BYTES + STATISTICS_BYTES));
+    load_tile(stage.q, stage.handover, arguments.q, first_row, step.head, work.batch);
+    load_tile(stage.dout, stage.handover, arguments.dout, first_row, step.head, work.batch);
+    const uint32_t full = smem_address(&stage.handover.full);
+    ptx::bulk_load(smem_address(stage.lse_log2), params.lse_log2 + statistics, STATISTICS_BYTES, full);
+    ptx::bulk_load(smem_address(stage.delta), params.delta + statistics, STATISTICS_BYTES, full);
+    place.advance();
+  }
+}
+
+// The order of additions to dq, where their sum has to be the same bits on every run: the key tiles take turns at
+// each tile of dq. Blocks start in the order of their index and a tile waits only for tiles before it, so the first
+// of those that wait is always running.
+//
+// With a diagonal the last key tile comes first: it begins where the one before it comes two steps later, so that
+// they meet no tile of dq at the same time. In the other order each would first wait for all before it.
+// The place of key tile `n_tile` among those that add to the tile of dq from `first_row` on.
+template <int TILE_M, int TILE_N>
+__device__ __forceinline__ int dq_turn(const Mask& mask, int n_tile, int first_row) {
+  if (mask.right == MAX_WINDOW) return n_tile - max(mask.first_key(first_row), 0) / TILE_N;
+  return (mask.end_key(min(first_row + TILE_M, mask.seqlen_q) - 1) - 1) / TILE_N - n_tile;
+}
+
+// Each warpgroup takes its own turns.
+
+// Waits until it is turn `turn`.
+__device__ __forceinline__ void wait_for_turn(const int32_t* counter, int turn, int warpgroup) {
+  if (threadIdx.x % WARPGROUP_THREADS == 0) {
+    while (ptx::load_acquire(counter) != turn) {
+    }
+  }
+  ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);  // no thread adds before its turn
+}
+
+__device__ __forceinline__ void pass_turn(int32_t* counter, int turn, int warpgroup) {
+  __threadfence();
+  ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);  // all additions of the warpgroup are made
+  if (threadIdx.x % WARPGROUP_THREADS == 0) ptx::store_release(counter, turn + 1);
+}
+
+// Runs `add`, which adds a warp's part of a tile of dq to the sums from the pointer on that it gets: those of
+// (row, col) of the step's tile on. IN_ORDER in turn, by the warpgroup's own counter of the tile.
+template <class Work, bool IN_ORDER, class Add>
+__device__ __forceinline__ void add_dq(const BwdParams& params, const Mask& mask, const volatile Work& work,
+                                       BackwardStep step, int warpgroup, int row, int col, const Add& add) {
+  const AttnProblem& p = params.problem;
+  // Computed at each use: over the additions they would take the registers of accumulators.
+  const auto batch_head = [&] { return static_cast<int64_t>(work.batch) * p.num_heads + ptx::recomputed(step.head); };
+  const auto turn_counter = [&] {
+    const int m_tiles = padded_rows(p.seqlen_q) / Work::TILE_M;
+    return params.dq_turn + (batch_head() * m_tiles + step.m_tile) * BACKWARD_WARPGROUPS + warpgroup;
+  };
+  const auto turn = [&] {
+    return dq_turn<Work::TILE_M, Work::TILE_N>(mask, work.n_tile, ptx::recomputed(step.m_tile) * Work::TILE_M);
+  };
+  if constexpr (IN_ORDER) wait_for_turn(turn_counter(), turn(), warpgroup);
+  add(params.dq_acc + batch_head() * padded_rows(p.seqlen_q) * HEAD_DIM +
+      AccLayout::piece(step.m_tile * Work::TILE_M + row, col, HEAD_DIM));
+  if constexpr (IN_ORDER) pass_turn(turn_counter(), turn(), warpgroup);
+}
+
+// Writes a warp's part of dk and dv, from (row, col) of the block's keys on: sums of a part of the group, or the
+// results.
+template <class Element, class Work, int N_TILES>
+__device__ __forceinline__ void store_dk_dv(const BwdParams& params, const volatile Work& work, int row, int col,
+                                            float (&acc_dk)[1][N_TILES][4], const float (&acc_dv)[1][N_TILES][4],
+                                            int lane) {
+  const AttnProblem& p = params.problem;
+  const int kv_heads = p.num_heads / p.group_size, first_key = work.n_tile * Work::TILE_N + row;
+  if (params.group_parts > 1) {
+    const int64_t head_of_part = (static_cast<int64_t>(work.part) * p.batch + work.batch) * kv_heads + work.kv_head;
+    const int64_t piece =
+        head_of_part * padded_rows(p.seqlen_k) * HEAD_DIM + AccLayout::piece(first_key, col, HEAD_DIM);
+    store_pieces<HEAD_DIM>(params.dk_acc + piece, acc_dk, lane);
+    store_pieces<HEAD_DIM>(params.dv_acc + piece, acc_dv, lane);
+    return;
+  }
+  scale(acc_dk, p.softmax_scale);
+  const int64_t head = contiguous_offset(work.batch, p.seqlen_k, kv_heads, p.head_dim, 0, work.kv_head) + col;
+  const int64_t row_stride = static_cast<int64_t>(kv_heads) * p.head_dim;
+  store_rows<Element>(acc_dk, static_cast<uint16_t*>(params.dk) + head, row_stride, first_key, p.seqlen_k,
+                      p.head_dim - col, lane);
+  store_rows<Element>(acc_dv, static_cast<uint16_t*>(params.dv) + head, row_stride, first_key, p.seqlen_k,
+                      p.head_dim - col, lane);
+}
+
+// The roles of a block: a thread of the first warpgroup loads, the others `compute(warpgroup)`.
+template <class LayoutQ, class LayoutKV, class SharedStorage, class Compute>
+__device__ __forceinline__ void run_roles(const BackwardArguments& arguments, SharedStorage& shared,
+                                          const Compute& compute) {
+  if (threadIdx.x == 0) {
+    shared.work = decltype(shared.work)(arguments.params);
+    shared.keys.init(BACKWARD_WARPGROUPS);
+    for (QueryStage<LayoutQ>& stage : shared.stages) stage.handover.init(BACKWARD_WARPGROUPS);
+    // Of tiles that both warpgroups write: an arrival of each warp.
+    for (uint64_t& barrier : shared.full) ptx::mbarrier_init(smem_address(&barrier), BACKWARD_WARPGROUPS * 4);
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();  // the work and the barriers are there for all
+
+  const int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
+  if (warpgroup == 0) {
+    ptx::release_registers<24>();
+    if (threadIdx.x == 0) load_steps<LayoutQ, LayoutKV>(arguments, shared);
+  } else {
+    ptx::acquire_registers<240>();
+    compute(warpgroup - 1);
+  }
+}
+
+#endif
+
+// Encodes the tensor maps.
+template <class LayoutQ, class LayoutKV>
+inline cudaError_t backward_arguments(const BwdParams& params, BackwardArguments* arguments) {
+  const AttnProblem& p = params.problem;
+  *arguments = {params, {}, {}, {}, {}};
+  const int kv_heads = p.num_heads / p.group_size;
+  // A map needs an address, also of no rows.
+  const void* q = p.seqlen_q > 0 ? p.q : p.k;
+  const void* dout = p.seqlen_q > 0 ? params.dout : p.k;
+  cudaError_t status = encode_tensor_map<LayoutQ>(&arguments->q, p.element, q, p.q_strides, p.batch, p.seqlen_q, p.num_heads,
+                                         p.head_dim);
+  if (status != cudaSuccess) return status;
+  status = encode_tensor_map<LayoutQ>(&arguments->dout, p.element, dout, params.dout_strides, p.batch, p.seqlen_q, p.num_heads,
+                             p.head_dim);
+  if (status != cudaSuccess) return status;
+  status = encode_tensor_map<LayoutKV>(&arguments->k, p.element, p.k, p.k_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim);
+  if (status != cudaSuccess) return status;
+  return encode_tensor_map<LayoutKV>(&arguments->v, p.element, p.v, p.v_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim);
+}
+
+// The instance of a kernel template for the element type, and for additions to dq in order or in any.
+#define BACKWARD_KERNEL_FOR(kernel, params)                                                                        \
+  ((params).problem.element == ELEMENT_F16 ? ((params).dq_turn ? kernel<F16, true> : kernel<F16, false>)           \
+                                           : ((params).dq_turn ? kernel<Bf16, true> : kernel<Bf16, false>))

@@ -1,0 +1,272 @@
+// The work of backward.cu for large heads, whose dk and dv of 64 keys do not fit one warpgroup's registers.
+//
+// grid       one block for each (batch, kv head), part of the head's group, and tile of TILE_N keys
+// block      a warpgroup that loads (one thread of it) and two that compute
+// shared     k and v tile; q and dout tiles of two steps, with lse and delta; probs and dscores of two steps
+// registers  given 24 + 2 x 240
+//
+// The two warpgroups share the rows of scores^T and dprobs^T, keys by rows, and the columns of dk, dv and dq. So probs
+// and dscores go through shared memory, and are waited for by the other warpgroup. A warpgroup issues
+//   dq, dv, dk, scores and dprobs of the next step | the addition to dq | probs, dscores of the next step
+// and waits, at each bar, only for what it needs next: the additions have four products beside them.
+//
+// Cycles as in backward.cu, of a step of 64 rows x 64 keys; additions to dq at 17 bytes a cycle, what red reaches:
+//   head_dim   MMA    MUFU   shared        dq     expected                measured (192: 4096 keys)
+//   192        1920   256    2016 + 512    2891   470 to 550                383 / 361
+//   256        2560   256    2688 + 640    3855   480 to 560 / 460 to 540   448 / 444
+// The additions to dq are what limits it: with 64 keys there are twice as many for each product as with 128. There is no
+// shared memory left for the copy engine to take dq from.
+#include "../common/softmax.cuh"
+#include "../ptx/proxy_fence.cuh"
+#include "../ptx/stmatrix.cuh"
+#include "../ptx/wgmma.cuh"
+#include "backward_steps.cuh"
+
+namespace {
+
+// ---- constants --------------------------------------------------------------------------------------
+
+constexpr int WARPGROUPS = BACKWARD_WARPGROUPS;
+constexpr int TILE_M = 64, TILE_N = 64;
+constexpr int ROWS = TILE_M / WARPGROUPS, COLS = HEAD_DIM / WARPGROUPS;  // of a warpgroup
+constexpr int HEAD_BLOCKS = HEAD_DIM / 16, COL_TILES = COLS / 8;
+constexpr int ROW_BLOCKS = ROWS / 16, ROW_TILES = ROWS / 8;
+static_assert(ROW_PADDING % TILE_M == 0 && ROW_PADDING % TILE_N == 0);
+
+constexpr int PANEL_COLS = COLS % 64 == 0 ? 64 : 32;  // a warpgroup's columns are whole panels
+static_assert(COLS % PANEL_COLS == 0);
+using LayoutQ = PanelLayout<TILE_M, HEAD_DIM, PANEL_COLS>;
+using LayoutKV = PanelLayout<TILE_N, HEAD_DIM, PANEL_COLS>;
+using LayoutS = PanelLayout<TILE_N, TILE_M>;
+using Work = BackwardWork<TILE_M, TILE_N, true>;
+
+struct SharedStorage {
+  SwizzledTile<LayoutKV> k, v;
+  SwizzledTile<LayoutS> probs[2], dscores[2];  // transposed
+  QueryStage<LayoutQ> stages[2];
+  Handover keys;
+  uint64_t full[2];  // of probs and dscores
+  Work work;
+};
+static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// ---- device steps -----------------------------------------------------------------------------------
+
+// Begins acc = keys rows^T, of a warpgroup's rows. `offset` is 0.
+template <class Element>
+__device__ __forceinline__ void begin_scores(float (&acc)[1][ROW_TILES][4], const SwizzledTile<LayoutKV>& keys,
+                                             const SwizzledTile<LayoutQ>& rows, int first_row, int offset) {
+  const auto a = k_major<LayoutKV>(smem_address(&keys) + offset);
+  const auto b = k_major<LayoutQ>(smem_address(&rows) + offset + first_row * LayoutQ::ROW_BYTES);
+#pragma unroll
+  for (int block = 0; block < HEAD_BLOCKS; ++block)
+    ptx::Wgmma<Element, ROWS>::template ss<false, false>(acc[0], a.after(k_major_step<LayoutKV>(block)),
+                                                         b.after(k_major_step<LayoutQ>(block)), block > 0);
+  ptx::wgmma_commit();
+}
+
+// The panels of a warpgroup's columns as operand B.
+template <class Layout>
+__device__ __forceinline__ MatrixDescriptor<Layout> columns(const SwizzledTile<Layout>& tile, int warpgroup) {
+  return n_major<Layout>(smem_address(&tile) + warpgroup * (COLS / PANEL_COLS) * Layout::PANEL_BYTES);
+}
+
+// Begins acc += weights^T rows, of a warpgroup's columns.
+template <class Element>
+__device__ __forceinline__ void begin_sum(float (&acc)[1][COL_TILES][4], const SwizzledTile<LayoutS>& weights,
+                                          const SwizzledTile<LayoutQ>& rows, int warpgroup) {
+  const auto a = k_major<LayoutS>(smem_address(&weights));
+  const auto b = columns(rows, warpgroup);
+#pragma unroll
+  for (int block = 0; block < TILE_M / 16; ++block)
+    ptx::Wgmma<Element, COLS>::template ss<false, true>(acc[0], a.after(k_major_step<LayoutS>(block)),
+                                                        b.after(n_major_step<LayoutQ>(block)), true);
+  ptx::wgmma_commit();
+}
+
+// Begins acc = dscores k, of a warpgroup's columns.
+template <class Element>
+__device__ __forceinline__ void begin_dq(float (&acc)[1][COL_TILES][4], const SwizzledTile<LayoutS>& dscores,
+                                         const SwizzledTile<LayoutKV>& k, int warpgroup) {
+  const auto a = n_major<LayoutS>(smem_address(&dscores));
+  const auto b = columns(k, warpgroup);
+#pragma unroll
+  for (int block = 0; block < TILE_N / 16; ++block)
+    ptx::Wgmma<Element, COLS>::template ss<true, true>(acc[0], a.after(n_major_step<LayoutS>(block)),
+                                                       b.after(n_major_step<LayoutKV>(block)), block > 0);
+  ptx::wgmma_commit();
+}
+
+// Adds accumulators [BEGIN, END) of a warp to the pieces of dq from `piece` on.
+template <int BEGIN, int END>
+__device__ __forceinline__ void add_tiles(float* piece, const float (&acc)[1][COL_TILES][4], int lane) {
+#pragma unroll
+  for (int j = BEGIN; j < END; ++j) ptx::red_add_v4(piece + j * AccLayout::PIECE + lane * AccLayout::LANE_STRIDE, acc[0][j]);
+}
+
+// What computing warpgroup `warpgroup` does.
+template <class Element, bool IN_ORDER>
+__device__ __forceinline__ void compute(const BackwardArguments& arguments, SharedStorage& shared, int warpgroup) {
+  const BwdParams& params = arguments.params;
+  const AttnProblem& p = params.problem;
+  const volatile Work& work = shared.work;  // read at each use: registers are short
+  const Mask mask(p);
+  const bool is_speaker = threadIdx.x % WARPGROUP_THREADS == 0;
+  // Of the keys of the tile, and of the rows of dq.
+  const auto warp_row = [] { return ptx::thread_index() / 32 % 4 * 16; };
+  const auto lane_index = [] { return ptx::thread_index() % 32; };
+
+  float acc_dk[1][COL_TILES][4], acc_dv[1][COL_TILES][4];
+  clear(acc_dk);
+  clear(acc_dv);
+  ptx::hold(acc_dk);
+  ptx::hold(acc_dv);
+
+  BackwardStep step = first_step(work);
+  if (step.head < work.end_head) {
+    uint32_t number = 0;  // of the step; two of each tile are there, and are used in turn
+    const auto stage = [](uint32_t number) { return number % 2; };
+    const auto phase = [](uint32_t number) { return number / 2 % 2; };
+
+    shared.keys.wait_full(0);
+
+    // `between` runs when half of the additions are made, and may use their registers.
+    const auto add_dq_of = [&](BackwardStep step, float(&acc_dq)[1][COL_TILES][4], const auto& between) {
+      ptx::hold(acc_dq);
+      add_dq<Work, IN_ORDER>(params, mask, work, step, warpgroup, warp_row(), warpgroup * COLS, [&](float* piece) {
+        add_tiles<0, COL_TILES / 2>(piece, acc_dq, lane_index());
+        between();
+        add_tiles<COL_TILES / 2, COL_TILES>(piece, acc_dq, lane_index());
+      });
+    };
+    // Writes this warp's part of probs or dscores, for the products of both warpgroups.
+    const auto store = [&](SwizzledTile<LayoutS>& tile, const uint32_t(&packed)[ROW_BLOCKS][4]) {
+      const int lane = lane_index();
+      const uint32_t row = smem_address(&tile) + (warp_row() + lane % 16) * LayoutS::ROW_BYTES;
+#pragma unroll
+      for (int block = 0; block < ROW_BLOCKS; ++block)
+        ptx::stmatrix_x4(row + LayoutS::permuted(lane, warpgroup * (ROWS / 8) + 2 * block + lane / 16) * 16, packed[block]);
+    };
+
+    // Begins scores and dprobs of step `number`, whose rows are there. `zero` is 0, not known to the compiler for the
+    // first step: it would keep the descriptors of both places that call this, and has no registers for them.
+    const auto begin_both = [&](uint32_t number, float(&scores)[1][ROW_TILES][4], float(&dprobs)[1][ROW_TILES][4], int offset) {
+      const QueryStage<LayoutQ>& rows = shared.stages[stage(number)];
+      ptx::wgmma_fence();
+      begin_scores<Element>(scores, shared.k, rows.q, warpgroup * ROWS, offset);
+      begin_scores<Element>(dprobs, shared.v, rows.dout, warpgroup * ROWS, offset);
+    };
+    // Makes probs and dscores of them. Of two stages of both one is written while the other warpgroup may still read
+    // the other; that it has finished with the one before that, it says with those of the last step.
+    const auto share = [&](uint32_t number, BackwardStep step, float(&scores)[1][ROW_TILES][4],
+                           float(&dprobs)[1][ROW_TILES][4]) {
+      ptx::hold(scores);
+      ptx::hold(dprobs);
+      const QueryStage<LayoutQ>& rows = shared.stages[stage(number)];
+      const int first_row = step.m_tile * TILE_M, first_key = work.n_tile * TILE_N;
+      if (!mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N))
+        mask_scores_transposed(scores, mask, first_row + warpgroup * ROWS, first_key + warp_row(), lane_index());
+      const float scale_log2 = p.softmax_scale * LOG2_E;
+      float2 lse[ROW_TILES], delta[ROW_TILES];
+      read_statistic<0, ROW_TILES>(lse, rows.lse_log2 + warpgroup * ROWS, lane_index());
+      read_statistic<0, ROW_TILES>(delta, rows.delta + warpgroup * ROWS, lane_index());
+      uint32_t probs[ROW_BLOCKS][4], dscores[ROW_BLOCKS][4];
+#pragma unroll
+      for (int j = 0; j < ROW_TILES; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint32_t& packed = probs[j / 2][j % 2 * 2 + half];
+          packed = pack<Element>(ptx::exp2(scores[0][j][2 * half] * scale_log2 - lse[j].x),
+                                 ptx::exp2(scores[0][j][2 * half + 1] * scale_log2 - lse[j].y));
+          const float2 prob = unpack<Element>(packed);
+          dscores[j / 2][j % 2 * 2 + half] = pack<Element>(prob.x * (dprobs[0][j][2 * half] - delta[j].x),
+                                                           prob.y * (dprobs[0][j][2 * half + 1] - delta[j].y));
+        }
+      store(shared.probs[stage(number)], probs);
+      store(shared.dscores[stage(number)], dscores);
+      ptx::proxy_fence();
+      __syncwarp();
+      if (lane_index() == 0) ptx::mbarrier_arrive(smem_address(&shared.full[stage(number)]));
+    };
+
+    {
+      float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4];
+      shared.stages[0].handover.wait_full(0);
+      begin_both(0, scores, dprobs, ptx::recomputed(0));
+      ptx::wgmma_wait<0>();
+      share(0, step, scores, dprobs);
+    }
+    // The rest of a step, and the beginning of the next.
+    const auto run_step = [&](BackwardStep next) {
+      const uint32_t now = stage(number);
+      const QueryStage<LayoutQ>& rows = shared.stages[now];
+      float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][COL_TILES][4];
+
+      ptx::mbarrier_wait(smem_address(&shared.full[now]), phase(number));
+      ptx::hold(acc_dv);
+      ptx::hold(acc_dk);
+      ptx::wgmma_fence();
+      begin_dq<Element>(acc_dq, shared.dscores[now], shared.k, warpgroup);
+      begin_sum<Element>(acc_dv, shared.probs[now], rows.dout, warpgroup);
+      begin_sum<Element>(acc_dk, shared.dscores[now], rows.q, warpgroup);
+      ptx::wgmma_wait<2>();  // dq
+      const bool is_last = next.head >= work.end_head;
+      add_dq_of(step, acc_dq, [&] {
+        // After the last step of what lies there, and used nowhere.
+        if (!is_last) shared.stages[now ^ 1].handover.wait_full(phase(number + 1));
+        begin_both(number + 1, scores, dprobs, 0);
+      });
+      ptx::wgmma_wait<2>();  // dv, dk
+      ptx::hold(acc_dv);
+      ptx::hold(acc_dk);
+      shared.stages[now].handover.release(is_speaker);
+      ptx::wgmma_wait<0>();
+      ++number;
+      if (!is_last) share(number, next, scores, dprobs);
+    };
+
+    for (BackwardStep next; step.head < work.end_head; step = next) {
+      next = step_after<false>(step, work);
+      run_step(next);
+    }
+  }
+
+  store_dk_dv<Element>(params, work, warp_row(), warpgroup * COLS, acc_dk, acc_dv, lane_index());
+}
+
+#endif
+
+// ---- kernel -----------------------------------------------------------------------------------------
+
+template <class Element, bool IN_ORDER>
+__global__ void __launch_bounds__(BACKWARD_THREADS, 1) backward_kernel(const __grid_constant__ BackwardArguments arguments) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) char smem[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
+
+  run_roles<LayoutQ, LayoutKV>(arguments, shared, [&](int warpgroup) {
+    compute<Element, IN_ORDER>(arguments, shared, warpgroup);
+  });
+#else
+  __trap();  // the code for other targets is never launched
+#endif
+}
+
+// ---- launcher ---------------------------------------------------------------------------------------
+
+cudaError_t launch_kernel(const BwdParams* params, cudaStream_t stream) {
+  BackwardArguments arguments;
+  const cudaError_t status = backward_arguments<LayoutQ, LayoutKV>(*params, &arguments);
+  if (status != cudaSuccess) return status;
+  return launch(BACKWARD_KERNEL_FOR(backward_kernel, *params), backward_blocks<TILE_N>(*params), BACKWARD_THREADS,
+                sizeof(SharedStorage), arguments, stream);
+}
+
+}  // namespace
+
+extern "C" {
+extern const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_wide_sm90);
+const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_wide_sm90) = {launch_kernel, sizeof(SharedStorage), BACKWARD_THREADS, 1, TILE_M, TILE_N};
+}
