@@ -43,8 +43,8 @@ struct FwdParams {
   AttnProblem problem;
   void* out;   // (batch, seqlen_q, num_heads, head_dim), contiguous
   float* lse;  // (batch, num_heads, seqlen_q)
-  // One number, zero: blocks take the next piece of work when they are done with one. Null: each knows its own from the
-  // start; so always on sm_80.
+  // One number, zero: blocks take their next piece of work from it, each when it begins to load the one before. Null:
+  // each knows its own from the start; so always on sm_80.
   uint32_t* next_piece;
 };
 
@@ -63,7 +63,7 @@ struct BwdParams {
   float* dq_acc;     // (batch, num_heads) accumulators of padded seqlen_q rows; zero
   float* dk_acc;     // (group_parts, batch, num_kv_heads) accumulators of padded seqlen_k rows; null: one part
   float* dv_acc;     // the same
-  int32_t* dq_turn;  // (batch, num_heads, tiles of TILE_M rows), zero; null: dq in any order
+  int32_t* dq_turn;  // (batch, num_heads, padded rows / ROWS_PER_TURN), zero; null: dq in any order
   int32_t group_parts;  // the heads of a group are shared out to this many blocks
 };
 
@@ -98,4 +98,9 @@ constexpr int32_t MAX_WINDOW = 1 << 30;
 // A multiple of every TILE_M and TILE_N of the backward kernels.
 constexpr int32_t ROW_PADDING = 128;
 
-__host__ __device__ inline int32_t padded_rows(int32_t seqlen) { return (seqlen + ROW_PADDING - 1) / ROW_PADDING * ROW_PADDING; }
+// There is a counter of turns for so many padded query rows; kernels use as many as they like.
+constexpr int32_t ROWS_PER_TURN = 32;
+
+__host__ __device__ inline int32_t padded_rows(int32_t seqlen) {
+  return (seqlen + ROW_PADDING - 1) / ROW_PADDING * ROW_PADDING;
+}

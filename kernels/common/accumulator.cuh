@@ -22,16 +22,15 @@ struct AccLayout {
   }
 };
 
-// Adds the accumulators of a warp, or as many columns of them as USED_TILES, to the pieces from `piece` on, of a sum
-// with COLS columns.
-template <int COLS, int USED_TILES, int M_TILES, int N_TILES>
+// Adds the accumulators of a warp to the pieces from `piece` on, of a sum with COLS columns.
+template <int COLS, int M_TILES, int N_TILES>
 __device__ __forceinline__ void add_to_pieces(float* piece, const float (&acc)[M_TILES][N_TILES][4],
                                               int lane) {
   float* at = piece + lane * AccLayout::LANE_STRIDE;
 #pragma unroll
   for (int i = 0; i < M_TILES; ++i)
 #pragma unroll
-    for (int j = 0; j < USED_TILES; ++j) {
+    for (int j = 0; j < N_TILES; ++j) {
       float* to = at + i * COLS * 16 + j * AccLayout::PIECE;
 #if __CUDA_ARCH__ >= 900
       ptx::red_add_v4(to, acc[i][j]);

@@ -8,7 +8,8 @@ struct BackwardStep {
 };
 
 // The piece of work of a block. Key tiles from the first on: with a causal mask those are seen by the most rows. But
-// FROM_LAST the other way round where there is a diagonal and dq is added in turn. `heads_together` pieces of the same tile at a time, so that their q, dout and dq stay in L2.
+// FROM_LAST the other way round where there is a diagonal and dq is added in turn. `heads_together` pieces of the same
+// tile at a time, so that their q, dout and dq stay in L2.
 template <int TILE_M_, int TILE_N_, bool FROM_LAST = false>
 struct BackwardWork {
   static constexpr int TILE_M = TILE_M_, TILE_N = TILE_N_;

@@ -25,6 +25,7 @@ extern "C" void flash_layout(size_t* sizes) {
       offsetof(Kernel<FwdParams>, tile_n),
       static_cast<size_t>(ROW_PADDING),
       static_cast<size_t>(MAX_WINDOW),
+      static_cast<size_t>(ROWS_PER_TURN),
   };
   for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); ++i) sizes[i] = all[i];
 }

@@ -1,6 +1,5 @@
 // The barriers of a block by number, 1 to 15 (0 is __syncthreads), sm_70.
-// PTX ISA, "Parallel Synchronization and Communication Instructions: bar". All lanes take part; `threads` counts
-// both who waits and who only arrives.
+// PTX ISA, "Parallel Synchronization and Communication Instructions: bar". All lanes take part.
 #pragma once
 #include <cstdint>
 
@@ -26,11 +25,6 @@ __device__ __forceinline__ bool named_barrier_any(int barrier, int threads, bool
       : "r"(barrier), "r"(threads), "r"(static_cast<uint32_t>(x))
       : "memory");
   return __any_sync(~0u, any != 0);
-}
-
-// Arrives without waiting.
-__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 }  // namespace ptx

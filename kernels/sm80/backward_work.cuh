@@ -83,10 +83,11 @@ __device__ __forceinline__ void add_dq(const BwdParams& params, const Mask& mask
   const AttnProblem& p = params.problem;
   const int64_t batch_head = static_cast<int64_t>(batch) * p.num_heads + head;
   const int padded_q = padded_rows(p.seqlen_q);
+  static_assert(TILE_M >= ROWS_PER_TURN);
   int32_t* turn = params.dq_turn ? params.dq_turn + batch_head * (padded_q / TILE_M) + first_row / TILE_M : nullptr;
   const int first_n_tile = max(mask.first_key(first_row), 0) / TILE_N;  // that these rows see
   if (turn) wait_for_turn(turn, n_tile - first_n_tile);
-  add_to_pieces<HEAD_DIM, N_TILES>(
+  add_to_pieces<HEAD_DIM>(
       params.dq_acc + batch_head * padded_q * HEAD_DIM + AccLayout::piece(first_row + warp_row, warp_col, HEAD_DIM),
       acc_dq, lane);
   if (turn) pass_turn(turn, n_tile - first_n_tile);

@@ -14,21 +14,22 @@
 // only dscores go through shared memory, for dq. The products of a step that nothing waits for are left to the next
 // one, so that the exponentials and what makes dscores of dprobs have products beside them. A warpgroup issues
 //   scores, dprobs | exponentials | dv, dq of the last step | dscores | dk | the addition to dq
-// and waits, at each bar, only for what it needs next. 64 query rows a step; at head_dim 64, where a step's products are
-// too short for that, 128.
+// and waits, at each bar, only for what it needs next. 64 query rows a step; at head_dim 64, where the products of such
+// a step are too short, 128.
 //
 // dq leaves by the copy engine, each warp its own part. Added by red from the accumulators, it held up the next step:
 // registers are free only when the addition has read them. And a proxy fence waits for additions under way: it is a
 // memory barrier for all that the thread has written.
 //
 // Cycles of a multiprocessor for a step, from the sizes (MMA 10 M N d / 4096, MUFU M N / 16, shared memory: operands +
-// dscores, dq and fills at 128 bytes), and what was measured: H200, bf16, TFLOP/s full / causal at 16384 keys, at 4096
-// for 96; benches/record/2026-11-30-hopper.md.
+// dscores, dq and fills at 128 bytes), and what was measured: H200, bf16, TFLOP/s full / causal at 16384 keys, at
+// 4096 for 96; benches/record/2026-11-30-hopper.md.
 //   head_dim   rows x keys   MMA    MUFU   shared        expected                measured
 //   64         128 x 128     2560   1024   1792 + 1024   520 to 570 / 500 to 550   498 / 479
 //   96         64 x 128      1920   512    1536 + 704                              452 / 407
 //   128        64 x 128      2560   512    2048 + 896    600 to 650 / 560 to 620   545 / 541
-// Without any addition to dq it is no faster: what is missing lies in the order of the steps.
+// Side by side with a copy that leaves out the addition alone, and still stores dq for it, 566 and 522 at 128, 512 and
+// 498 at 64: the additions cost nothing any more, storing dq and the fence after it may.
 #include <type_traits>
 
 #include "../common/softmax.cuh"
@@ -93,7 +94,8 @@ __device__ __forceinline__ void begin_sum(float (&acc)[1][HEAD_TILES][4], const 
   const MatrixDescriptor<LayoutQ> b = n_major<LayoutQ>(smem_address(&rows));
 #pragma unroll
   for (int block = 0; block < ROW_BLOCKS; ++block)
-    ptx::Wgmma<Element, HEAD_DIM>::template rs<true>(acc[0], weights[block], b.after(n_major_step<LayoutQ>(block)), true);
+    ptx::Wgmma<Element, HEAD_DIM>::template rs<true>(acc[0], weights[block], b.after(n_major_step<LayoutQ>(block)),
+                                                     true);
   ptx::wgmma_commit();
 }
 
@@ -158,9 +160,9 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       ptx::hold(acc_dq);
       if (lane_index() == 0) ptx::bulk_wait_read();
       __syncwarp();  // what lay there has been read
-      const uint32_t to = staged_dq() + lane_index() * 16;
+      const uint32_t to = staged_dq() + lane_index() * AccLayout::LANE_STRIDE * sizeof(float);
 #pragma unroll
-      for (int j = 0; j < DQ_TILES; ++j) ptx::store_v4(to + j * AccLayout::PIECE * 4, acc_dq[0][j]);
+      for (int j = 0; j < DQ_TILES; ++j) ptx::store_v4(to + j * AccLayout::PIECE * sizeof(float), acc_dq[0][j]);
     };
     const auto add_dq_of = [&](BackwardStep step) {
       if (!IN_ORDER && lane_index() != 0) return;
@@ -190,6 +192,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       if (number > 0) hand_on(before_last);
       ptx::wgmma_wait<1>();  // dk of the last step
       ptx::hold(acc_dk);
+      // Of q and dout, which products read, and of lse and delta: before dk all four warps have read them.
       if (number > 0) shared.stages[now ^ 1].handover.release(is_speaker);
       ptx::wgmma_fence();
       begin_scores<Element>(dprobs, shared.v, warpgroup_key, rows.dout);
@@ -197,21 +200,22 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       const int first_row = step.m_tile * TILE_M;
       const bool is_masked =
           !mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N);
-      const float scale_log2 = p.softmax_scale * LOG2_E;
+      const float softmax_scale_log2 = p.softmax_scale * LOG2_E;
       // lse, then delta: read, as far as registers go, before what they are for is there.
       constexpr int EARLY = 6;
       float2 statistic[ROW_TILES];
       read_statistic<0, ROW_TILES>(statistic, rows.lse_log2, lane_index());
       ptx::wgmma_wait<1>();  // scores
       ptx::hold(scores);
-      if (is_masked) mask_scores_transposed(scores, mask, first_row, first_key + warpgroup_key + warp_row(), lane_index());
+      if (is_masked)
+        mask_scores_transposed(scores, mask, first_row, first_key + warpgroup_key + warp_row(), lane_index());
 #pragma unroll
       for (int j = 0; j < ROW_TILES; ++j)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
           weights[j / 2][j % 2 * 2 + half] =
-              pack<Element>(ptx::exp2(scores[0][j][2 * half] * scale_log2 - statistic[j].x),
-                            ptx::exp2(scores[0][j][2 * half + 1] * scale_log2 - statistic[j].y));
+              pack<Element>(ptx::exp2(scores[0][j][2 * half] * softmax_scale_log2 - statistic[j].x),
+                            ptx::exp2(scores[0][j][2 * half + 1] * softmax_scale_log2 - statistic[j].y));
 
       ptx::hold(acc_dv);
       ptx::wgmma_fence();
@@ -276,7 +280,8 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 // ---- kernel -----------------------------------------------------------------------------------------
 
 template <class Element, bool IN_ORDER>
-__global__ void __launch_bounds__(BACKWARD_THREADS, 1) backward_kernel(const __grid_constant__ BackwardArguments arguments) {
+__global__ void __launch_bounds__(BACKWARD_THREADS, 1)
+    backward_kernel(const __grid_constant__ BackwardArguments arguments) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
@@ -292,16 +297,19 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, 1) backward_kernel(const __g
 // ---- launcher ---------------------------------------------------------------------------------------
 
 cudaError_t launch_kernel(const BwdParams* params, cudaStream_t stream) {
+  const int64_t blocks = backward_blocks<TILE_N>(*params);
+  if (blocks == 0) return cudaSuccess;
   BackwardArguments arguments;
   const cudaError_t status = backward_arguments<LayoutQ, LayoutKV>(*params, &arguments);
   if (status != cudaSuccess) return status;
-  return launch(BACKWARD_KERNEL_FOR(backward_kernel, *params), backward_blocks<TILE_N>(*params), BACKWARD_THREADS,
-                sizeof(SharedStorage), arguments, stream);
+  return launch(BACKWARD_KERNEL_FOR(backward_kernel, *params), blocks, BACKWARD_THREADS, sizeof(SharedStorage),
+                arguments, stream);
 }
 
 }  // namespace
 
 extern "C" {
 extern const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_sm90);
-const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_sm90) = {launch_kernel, sizeof(SharedStorage), BACKWARD_THREADS, 1, TILE_M, TILE_N};
+const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_sm90) = {
+    launch_kernel, sizeof(SharedStorage), BACKWARD_THREADS, 1, TILE_M, TILE_N};
 }

@@ -79,14 +79,17 @@ __device__ __forceinline__ void load_steps(const BackwardArguments& arguments, S
 // each tile of dq. Blocks start in the order of their index and a tile waits only for tiles before it, so the first
 // of those that wait is always running.
 //
-// With a diagonal the last key tile comes first: it begins where the one before it comes two steps later, so that
-// they meet no tile of dq at the same time. In the other order each would first wait for all before it.
+// With a diagonal the last key tile comes first: it begins where the one before it comes TILE_N / TILE_M steps later,
+// so that they meet no tile of dq at the same time. In the other order each would first wait for all before it.
 // The place of key tile `n_tile` among those that add to the tile of dq from `first_row` on.
 template <int TILE_M, int TILE_N>
 __device__ __forceinline__ int dq_turn(const Mask& mask, int n_tile, int first_row) {
   if (mask.right == MAX_WINDOW) return n_tile - max(mask.first_key(first_row), 0) / TILE_N;
   return (mask.end_key(min(first_row + TILE_M, mask.seqlen_q) - 1) - 1) / TILE_N - n_tile;
 }
+
+// Additions of the copy engine are complete in L2 when they have been waited for; those of red the barrier and the release
+// order. So ordinary release and acquire suffice.
 
 // Until it is turn `turn`. One thread's `open` holds what is passed on next.
 __device__ __forceinline__ void take_turn(Turn& open, int32_t* counter, int turn, int warpgroup) {
@@ -113,6 +116,7 @@ __device__ __forceinline__ void add_dq(const BwdParams& params, const Mask& mask
   // Computed at each use: over the additions it would take the registers of accumulators.
   const auto batch_head = [&] { return static_cast<int64_t>(work.batch) * p.num_heads + ptx::recomputed(step.head); };
   if constexpr (IN_ORDER) {
+    static_assert(Work::TILE_M / BACKWARD_WARPGROUPS >= ROWS_PER_TURN);
     pass_turn(open, warpgroup);
     const int m_tiles = padded_rows(p.seqlen_q) / Work::TILE_M;
     take_turn(open, params.dq_turn + (batch_head() * m_tiles + step.m_tile) * BACKWARD_WARPGROUPS + warpgroup,
@@ -184,15 +188,17 @@ inline cudaError_t backward_arguments(const BwdParams& params, BackwardArguments
   // A map needs an address, also of no rows.
   const void* q = p.seqlen_q > 0 ? p.q : p.k;
   const void* dout = p.seqlen_q > 0 ? params.dout : p.k;
-  cudaError_t status = encode_tensor_map<LayoutQ>(&arguments->q, p.element, q, p.q_strides, p.batch, p.seqlen_q, p.num_heads,
-                                         p.head_dim);
+  cudaError_t status = encode_tensor_map<LayoutQ>(&arguments->q, p.element, q, p.q_strides, p.batch, p.seqlen_q,
+                                                  p.num_heads, p.head_dim);
   if (status != cudaSuccess) return status;
-  status = encode_tensor_map<LayoutQ>(&arguments->dout, p.element, dout, params.dout_strides, p.batch, p.seqlen_q, p.num_heads,
-                             p.head_dim);
+  status = encode_tensor_map<LayoutQ>(&arguments->dout, p.element, dout, params.dout_strides, p.batch, p.seqlen_q,
+                                      p.num_heads, p.head_dim);
   if (status != cudaSuccess) return status;
-  status = encode_tensor_map<LayoutKV>(&arguments->k, p.element, p.k, p.k_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim);
+  status = encode_tensor_map<LayoutKV>(&arguments->k, p.element, p.k, p.k_strides, p.batch, p.seqlen_k, kv_heads,
+                                       p.head_dim);
   if (status != cudaSuccess) return status;
-  return encode_tensor_map<LayoutKV>(&arguments->v, p.element, p.v, p.v_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim);
+  return encode_tensor_map<LayoutKV>(&arguments->v, p.element, p.v, p.v_strides, p.batch, p.seqlen_k, kv_heads,
+                                     p.head_dim);
 }
 
 // The instance of a kernel template for the element type, and for additions to dq in order or in any.

@@ -14,8 +14,8 @@
 //   head_dim   MMA    MUFU   shared        dq     expected                measured (192: 4096 keys)
 //   192        1920   256    2016 + 512    2891   470 to 550                383 / 361
 //   256        2560   256    2688 + 640    3855   480 to 560 / 460 to 540   448 / 444
-// The additions to dq are what limits it: with 64 keys there are twice as many for each product as with 128. There is no
-// shared memory left for the copy engine to take dq from.
+// The additions to dq are what limits it: with 64 keys there are twice as many for each product as with 128. At 256
+// there is no shared memory left for the copy engine to take dq from.
 #include "../common/softmax.cuh"
 #include "../ptx/proxy_fence.cuh"
 #include "../ptx/stmatrix.cuh"
@@ -104,7 +104,8 @@ __device__ __forceinline__ void begin_dq(float (&acc)[1][COL_TILES][4], const Sw
 template <int BEGIN, int END>
 __device__ __forceinline__ void add_tiles(float* piece, const float (&acc)[1][COL_TILES][4], int lane) {
 #pragma unroll
-  for (int j = BEGIN; j < END; ++j) ptx::red_add_v4(piece + j * AccLayout::PIECE + lane * AccLayout::LANE_STRIDE, acc[0][j]);
+  for (int j = BEGIN; j < END; ++j)
+    ptx::red_add_v4(piece + j * AccLayout::PIECE + lane * AccLayout::LANE_STRIDE, acc[0][j]);
 }
 
 // What computing warpgroup `warpgroup` does.
@@ -148,12 +149,14 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       const uint32_t row = smem_address(&tile) + (warp_row() + lane % 16) * LayoutS::ROW_BYTES;
 #pragma unroll
       for (int block = 0; block < ROW_BLOCKS; ++block)
-        ptx::stmatrix_x4(row + LayoutS::permuted(lane, warpgroup * (ROWS / 8) + 2 * block + lane / 16) * 16, packed[block]);
+        ptx::stmatrix_x4(row + LayoutS::permuted(lane, warpgroup * (ROWS / 8) + 2 * block + lane / 16) * 16,
+                         packed[block]);
     };
 
     // Begins scores and dprobs of step `number`, whose rows are there. `zero` is 0, not known to the compiler for the
     // first step: it would keep the descriptors of both places that call this, and has no registers for them.
-    const auto begin_both = [&](uint32_t number, float(&scores)[1][ROW_TILES][4], float(&dprobs)[1][ROW_TILES][4], int offset) {
+    const auto begin_both = [&](uint32_t number, float(&scores)[1][ROW_TILES][4], float(&dprobs)[1][ROW_TILES][4],
+                                int offset) {
       const QueryStage<LayoutQ>& rows = shared.stages[stage(number)];
       ptx::wgmma_fence();
       begin_scores<Element>(scores, shared.k, rows.q, warpgroup * ROWS, offset);
@@ -169,7 +172,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       const int first_row = step.m_tile * TILE_M, first_key = work.n_tile * TILE_N;
       if (!mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N))
         mask_scores_transposed(scores, mask, first_row + warpgroup * ROWS, first_key + warp_row(), lane_index());
-      const float scale_log2 = p.softmax_scale * LOG2_E;
+      const float softmax_scale_log2 = p.softmax_scale * LOG2_E;
       float2 lse[ROW_TILES], delta[ROW_TILES];
       read_statistic<0, ROW_TILES>(lse, rows.lse_log2 + warpgroup * ROWS, lane_index());
       read_statistic<0, ROW_TILES>(delta, rows.delta + warpgroup * ROWS, lane_index());
@@ -179,8 +182,8 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           uint32_t& packed = probs[j / 2][j % 2 * 2 + half];
-          packed = pack<Element>(ptx::exp2(scores[0][j][2 * half] * scale_log2 - lse[j].x),
-                                 ptx::exp2(scores[0][j][2 * half + 1] * scale_log2 - lse[j].y));
+          packed = pack<Element>(ptx::exp2(scores[0][j][2 * half] * softmax_scale_log2 - lse[j].x),
+                                 ptx::exp2(scores[0][j][2 * half + 1] * softmax_scale_log2 - lse[j].y));
           const float2 prob = unpack<Element>(packed);
           dscores[j / 2][j % 2 * 2 + half] = pack<Element>(prob.x * (dprobs[0][j][2 * half] - delta[j].x),
                                                            prob.y * (dprobs[0][j][2 * half + 1] - delta[j].y));
@@ -222,6 +225,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       ptx::wgmma_wait<2>();  // dv, dk
       ptx::hold(acc_dv);
       ptx::hold(acc_dk);
+      // Of q and dout, which products read; lse and delta all four warps have read before these products.
       shared.stages[now].handover.release(is_speaker);
       ptx::wgmma_wait<0>();
       ++number;
@@ -243,7 +247,8 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 // ---- kernel -----------------------------------------------------------------------------------------
 
 template <class Element, bool IN_ORDER>
-__global__ void __launch_bounds__(BACKWARD_THREADS, 1) backward_kernel(const __grid_constant__ BackwardArguments arguments) {
+__global__ void __launch_bounds__(BACKWARD_THREADS, 1)
+    backward_kernel(const __grid_constant__ BackwardArguments arguments) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
@@ -259,16 +264,19 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, 1) backward_kernel(const __g
 // ---- launcher ---------------------------------------------------------------------------------------
 
 cudaError_t launch_kernel(const BwdParams* params, cudaStream_t stream) {
+  const int64_t blocks = backward_blocks<TILE_N>(*params);
+  if (blocks == 0) return cudaSuccess;
   BackwardArguments arguments;
   const cudaError_t status = backward_arguments<LayoutQ, LayoutKV>(*params, &arguments);
   if (status != cudaSuccess) return status;
-  return launch(BACKWARD_KERNEL_FOR(backward_kernel, *params), backward_blocks<TILE_N>(*params), BACKWARD_THREADS,
-                sizeof(SharedStorage), arguments, stream);
+  return launch(BACKWARD_KERNEL_FOR(backward_kernel, *params), blocks, BACKWARD_THREADS, sizeof(SharedStorage),
+                arguments, stream);
 }
 
 }  // namespace
 
 extern "C" {
 extern const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_wide_sm90);
-const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_wide_sm90) = {launch_kernel, sizeof(SharedStorage), BACKWARD_THREADS, 1, TILE_M, TILE_N};
+const Kernel<BwdParams> KERNEL_SYMBOL(flash_bwd_wide_sm90) = {
+    launch_kernel, sizeof(SharedStorage), BACKWARD_THREADS, 1, TILE_M, TILE_N};
 }

@@ -155,13 +155,14 @@ __device__ __forceinline__ void begin_scores(float (&scores)[1][N_TILES][4], Mat
   ptx::wgmma_commit();
 }
 
-// Begins out += probs v.
+// Begins acc_out += probs v.
 template <class Element>
-__device__ __forceinline__ void begin_out(float (&out)[1][OUT_TILES][4], const PackedA<Element, 1, N_TILES>& probs,
+__device__ __forceinline__ void begin_out(float (&acc_out)[1][OUT_TILES][4], const PackedA<Element, 1, N_TILES>& probs,
                                           MatrixDescriptor<LayoutKV> v) {
 #pragma unroll
   for (int block = 0; block < TILE_N / 16; ++block)
-    ptx::Wgmma<Element, HEAD_DIM>::template rs<true>(out[0], probs.frag[0][block], v.after(n_major_step<LayoutKV>(block)), true);
+    ptx::Wgmma<Element, HEAD_DIM>::template rs<true>(acc_out[0], probs.frag[0][block],
+                                                              v.after(n_major_step<LayoutKV>(block)), true);
   ptx::wgmma_commit();
 }
 
@@ -170,10 +171,11 @@ template <class Element>
 __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorage& shared, int warpgroup) {
   const AttnProblem& p = arguments.params.problem;
   const Mask mask(p);
-  const float factor = p.softmax_scale * LOG2_E;
+  const float softmax_scale_log2 = p.softmax_scale * LOG2_E;
   const int lane = threadIdx.x % 32, warp = ptx::uniform(threadIdx.x / 32 % 4);
   const bool is_speaker = threadIdx.x % WARPGROUP_THREADS == 0;
-  const MatrixDescriptor<LayoutQ> q = k_major<LayoutQ>(smem_address(&shared.q) + warpgroup * 64 * LayoutQ::PANEL_COLS * 2);
+  const MatrixDescriptor<LayoutQ> q =
+      k_major<LayoutQ>(smem_address(&shared.q) + warpgroup * 64 * LayoutQ::ROW_BYTES);
 
   Place place;  // of the next v; in a piece of work, k is one further
   uint32_t piece_phase = 0, q_phase = 0;
@@ -187,8 +189,8 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
     if (piece >= arguments.pieces) break;
     const Work work(p, piece);
     const int first_row = work.first_row + 64 * warpgroup, warp_row = first_row + 16 * warp;
-    float out[1][OUT_TILES][4];
-    clear(out);
+    float acc_out[1][OUT_TILES][4];
+    clear(acc_out);
     OnlineSoftmax<1> softmax;
 
     // Of the tiles that the block visits, those that this warpgroup's rows see; it leaves out the others.
@@ -213,7 +215,7 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
       const TileRange free = free_key_tiles<TILE_N>(mask, first_row, min(first_row + 64, p.seqlen_q), own);
       float scores[1][N_TILES][4];
       float rescale[2];  // what out is to be multiplied by, where a reference moved
-      const auto keep_rescale = [&](int, int half, float factor) { rescale[half] = factor; };
+      const auto keep_rescale = [&](int, int half, float by) { rescale[half] = by; };
       int n_tile = own.end - 1;
 
       shared.q_handover.wait_full(q_phase);
@@ -224,8 +226,8 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
       ptx::hold(scores);
       shared.k_handover[place.stage].release(is_speaker);
       mask_scores(scores, mask, warp_row, n_tile * TILE_N, lane);
-      softmax.move_references(scores, factor, keep_rescale);  // out is zero yet
-      softmax.exponentiate(scores, factor);
+      softmax.move_references(scores, softmax_scale_log2, keep_rescale);  // out is zero yet
+      softmax.exponentiate(scores, softmax_scale_log2);
       PackedA<Element, 1, N_TILES> probs(scores);
 
       // Scores of tile n_tile - 1, beside the product of tile n_tile's probabilities.
@@ -233,37 +235,37 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
         const Place v_place = place;
         place.advance();
         shared.k_handover[place.stage].wait_full(place.phase);
-        ptx::hold(out);
+        ptx::hold(acc_out);
         ptx::wgmma_fence();
         begin_scores<Element>(scores, q, k_major<LayoutKV>(smem_address(&shared.k[place.stage])));
         shared.v_handover[v_place.stage].wait_full(v_place.phase);
         ptx::wgmma_fence();
-        begin_out(out, probs, n_major<LayoutKV>(smem_address(&shared.v[v_place.stage])));
+        begin_out(acc_out, probs, n_major<LayoutKV>(smem_address(&shared.v[v_place.stage])));
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
         --n_tile;
         // The softmax, beside the product with v.
         const auto finish_out = [&] {
           ptx::wgmma_wait<0>();
-          ptx::hold(out);
+          ptx::hold(acc_out);
           ptx::hold(scores);
           shared.v_handover[v_place.stage].release(is_speaker);
         };
         if constexpr (decltype(is_masked)::value) {
           shared.k_handover[place.stage].release(is_speaker);
           mask_scores(scores, mask, warp_row, n_tile * TILE_N, lane);
-          const bool moved = softmax.move_references(scores, factor, keep_rescale);
-          softmax.exponentiate(scores, factor);
+          const bool moved = softmax.move_references(scores, softmax_scale_log2, keep_rescale);
+          softmax.exponentiate(scores, softmax_scale_log2);
           ptx::finish_before(softmax.row_sum[0][0]);
           ptx::finish_before(softmax.row_sum[0][1]);
           finish_out();
           if (moved) {
-            OnlineSoftmax<1>::rescale_row(out, 0, 0, rescale[0]);
-            OnlineSoftmax<1>::rescale_row(out, 0, 1, rescale[1]);
+            OnlineSoftmax<1>::rescale_row(acc_out, 0, 0, rescale[0]);
+            OnlineSoftmax<1>::rescale_row(acc_out, 0, 1, rescale[1]);
           }
         } else {
           float tile_sum[1][2];
-          const bool fits = softmax.exponentiate_as_is(scores, tile_sum, factor);
+          const bool fits = softmax.exponentiate_as_is(scores, tile_sum, softmax_scale_log2);
           // No hazard: the four warps have to agree, since a product is of all of them.
           const bool again = ptx::named_barrier_any(1 + warpgroup, WARPGROUP_THREADS, !fits);
           finish_out();
@@ -272,7 +274,7 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
             begin_scores<Element>(scores, q, k_major<LayoutKV>(smem_address(&shared.k[place.stage])));
             ptx::wgmma_wait<0>();
             ptx::hold(scores);
-            softmax.exponentiate_again(scores, out, tile_sum, factor);
+            softmax.exponentiate_again(scores, acc_out, tile_sum, softmax_scale_log2);
           }
           shared.k_handover[place.stage].release(is_speaker);
           softmax.row_sum[0][0] += tile_sum[0][0];
@@ -286,11 +288,11 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
       shared.q_handover.release(is_speaker);  // the last product with q has ended
 
       shared.v_handover[place.stage].wait_full(place.phase);
-      ptx::hold(out);
+      ptx::hold(acc_out);
       ptx::wgmma_fence();
-      begin_out(out, probs, n_major<LayoutKV>(smem_address(&shared.v[place.stage])));
+      begin_out(acc_out, probs, n_major<LayoutKV>(smem_address(&shared.v[place.stage])));
       ptx::wgmma_wait<0>();
-      ptx::hold(out);
+      ptx::hold(acc_out);
       shared.v_handover[place.stage].release(is_speaker);
       place.advance();
       leave_out(own.begin - work.n_tiles.begin);
@@ -312,8 +314,8 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
 #pragma unroll
       for (int j = 0; j < OUT_TILES; ++j)
 #pragma unroll
-        for (int c = 2 * half; c < 2 * half + 2; ++c) out[0][j][c] = is_blind ? 0.f : out[0][j][c] * inverse;
-      const float lse_log2 = softmax.reference[0][half] * factor + log2f(sum);
+        for (int c = 2 * half; c < 2 * half + 2; ++c) acc_out[0][j][c] = is_blind ? 0.f : acc_out[0][j][c] * inverse;
+      const float lse_log2 = softmax.reference[0][half] * softmax_scale_log2 + log2f(sum);
       // Where all that a row sees are scores of -inf, lse is NaN as out is.
       const float lse = is_blind ? -INFINITY : sum == 0.f ? NAN : lse_log2 * LN_2;
       if (lane % 4 == 0 && row < p.seqlen_q)
@@ -321,7 +323,7 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
     }
     uint16_t* head_out = static_cast<uint16_t*>(arguments.params.out) +
                          contiguous_offset(work.batch, p.seqlen_q, p.num_heads, p.head_dim, 0, work.head);
-    store_rows<Element>(out, head_out, static_cast<int64_t>(p.num_heads) * p.head_dim, warp_row, p.seqlen_q,
+    store_rows<Element>(acc_out, head_out, static_cast<int64_t>(p.num_heads) * p.head_dim, warp_row, p.seqlen_q,
                         p.head_dim, lane);
   }
 }
@@ -384,15 +386,17 @@ cudaError_t launch_kernel(const FwdParams* params, cudaStream_t stream) {
   if (pieces > INT32_MAX) return cudaErrorInvalidConfiguration;
   Arguments arguments = {*params, {}, {}, {}, static_cast<uint32_t>(pieces)};
   const int kv_heads = p.num_heads / p.group_size;
-  cudaError_t status = encode_tensor_map<LayoutQ>(&arguments.q, p.element, p.q, p.q_strides, p.batch, p.seqlen_q, p.num_heads,
-                                         p.head_dim);
-  if (status != cudaSuccess) return status;
   // A map needs an address, also of no keys.
   const void* k = p.seqlen_k > 0 ? p.k : p.q;
   const void* v = p.seqlen_k > 0 ? p.v : p.q;
-  status = encode_tensor_map<LayoutKV>(&arguments.k, p.element, k, p.k_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim);
+  cudaError_t status = encode_tensor_map<LayoutQ>(&arguments.q, p.element, p.q, p.q_strides, p.batch, p.seqlen_q,
+                                                  p.num_heads, p.head_dim);
   if (status != cudaSuccess) return status;
-  status = encode_tensor_map<LayoutKV>(&arguments.v, p.element, v, p.v_strides, p.batch, p.seqlen_k, kv_heads, p.head_dim);
+  status = encode_tensor_map<LayoutKV>(&arguments.k, p.element, k, p.k_strides, p.batch, p.seqlen_k, kv_heads,
+                                       p.head_dim);
+  if (status != cudaSuccess) return status;
+  status = encode_tensor_map<LayoutKV>(&arguments.v, p.element, v, p.v_strides, p.batch, p.seqlen_k, kv_heads,
+                                       p.head_dim);
   if (status != cudaSuccess) return status;
   const int64_t grid = blocks(*params, pieces, &status);
   if (status != cudaSuccess) return status;
@@ -403,5 +407,6 @@ cudaError_t launch_kernel(const FwdParams* params, cudaStream_t stream) {
 
 extern "C" {
 extern const Kernel<FwdParams> KERNEL_SYMBOL(flash_fwd_sm90);
-const Kernel<FwdParams> KERNEL_SYMBOL(flash_fwd_sm90) = {launch_kernel, sizeof(SharedStorage), THREADS, 1, TILE_M, TILE_N};
+const Kernel<FwdParams> KERNEL_SYMBOL(flash_fwd_sm90) = {
+    launch_kernel, sizeof(SharedStorage), THREADS, 1, TILE_M, TILE_N};
 }

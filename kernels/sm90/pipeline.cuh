@@ -1,4 +1,4 @@
-// How tiles in shared memory are handed over from the thread that loads to the warpgroups that compute, and back.
+// How tiles in shared memory are handed over from who loads to those that compute, and back.
 #pragma once
 #include "../common/tile.cuh"
 #include "../ptx/mbarrier.cuh"
@@ -6,7 +6,8 @@
 #include "swizzled.cuh"
 #include "tensor_map.cuh"
 
-// `full`: the tile is there; one arrival, and its bytes. `empty`: all warpgroups have finished with it.
+// `full`: the tile is there; one arrival, and its bytes. `empty`: all readers, warpgroups or warps, have finished with
+// it.
 struct Handover {
   uint64_t full, empty;
 
@@ -20,8 +21,8 @@ struct Handover {
   __device__ void expect(uint32_t bytes) { ptx::mbarrier_arrive_expect(smem_address(&full), bytes); }
   // Of what ordinary stores have written.
   __device__ void publish() { ptx::mbarrier_arrive(smem_address(&full)); }
-  // This warpgroup's products with the tile have ended. One thread has waited for them, and they end for all warps
-  // together.
+  // This reader has finished with the tile, all of its threads: products end for all warps of a warpgroup together, what
+  // else reads takes a barrier before.
   __device__ void release(bool is_speaker) {
     if (is_speaker) ptx::mbarrier_arrive(smem_address(&empty));
   }

@@ -11,7 +11,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use half::{bf16, f16};
 
 use super::dispatch::{self, Chosen, Gpu};
-use super::ffi::{self, BwdParams, ConvertParams, MIN_TILE_M, ROW_PADDING};
+use super::ffi::{self, BwdParams, ConvertParams, ROW_PADDING, ROWS_PER_TURN};
 use super::{Element, Rows, alloc, check, cuda_storage, for_dtype, problem, slopes_pointer};
 use crate::params::AttnParams;
 
@@ -75,11 +75,6 @@ fn backward_typed<E: Element>(
             parts * params.batch * params.num_kv_heads * padded(params.seqlen_k) * chosen.head_dim
         }
     };
-    let turns = if params.deterministic {
-        stat_rows / MIN_TILE_M
-    } else {
-        0
-    };
     // SAFETY: delta writes all of lse_log2 and delta; main all of dk_acc and dv_acc that convert reads, and dk
     // and dv; convert all of dq, and dk and dv where there are parts. Without rows nothing is read.
     let (mut dq, mut dk, mut dv, mut stats, mut dkv_acc) = unsafe {
@@ -92,7 +87,10 @@ fn backward_typed<E: Element>(
         )
     };
     let mut dq_acc: CudaSlice<f32> = device.alloc_zeros((stat_rows * chosen.head_dim).max(1))?;
-    let mut dq_turns: CudaSlice<i32> = device.alloc_zeros(turns.max(1))?;
+    let mut dq_turns: Option<CudaSlice<i32>> = match params.deterministic {
+        true => Some(device.alloc_zeros((stat_rows / ROWS_PER_TURN).max(1))?),
+        false => None,
+    };
 
     if q_rows + k_rows > 0 {
         let rows = |i: usize| {
@@ -117,7 +115,13 @@ fn backward_typed<E: Element>(
         let (stats_address, _stats_write) = stats.device_ptr_mut(&stream);
         let (dq_acc_address, _dq_acc_write) = dq_acc.device_ptr_mut(&stream);
         let (dkv_acc_address, _dkv_acc_write) = dkv_acc.device_ptr_mut(&stream);
-        let (turns_address, _turns_write) = dq_turns.device_ptr_mut(&stream);
+        let (dq_turn, _turns_write) = match &mut dq_turns {
+            None => (std::ptr::null_mut(), None),
+            Some(turns) => {
+                let (address, guard) = turns.device_ptr_mut(&stream);
+                (address as *mut i32, Some(guard))
+            }
+        };
 
         let stats = stats_address as *mut f32;
         let dk_acc = dkv_acc_address as *mut f32;
@@ -151,7 +155,7 @@ fn backward_typed<E: Element>(
             dq_acc: dq_acc_address as *mut f32,
             dk_acc: or_null(group_parts > 1, dk_acc),
             dv_acc: or_null(group_parts > 1, dk_acc.wrapping_add(dkv_acc_len)),
-            dq_turn: or_null(params.deterministic, turns_address as *mut f32).cast(),
+            dq_turn,
             group_parts: group_parts as i32,
         };
         let convert =

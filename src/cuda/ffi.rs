@@ -13,8 +13,8 @@ pub(super) const MAX_WINDOW: i32 = 1 << 30;
 pub(super) const MIN_PLAIN_SCALE: f32 = 1e-30;
 /// Rows of the backward's workspace are padded to a multiple of this.
 pub(super) const ROW_PADDING: usize = 128;
-/// Query rows of the smallest tile of a backward kernel: dq has at most one turn counter for each.
-pub(super) const MIN_TILE_M: usize = 32;
+/// Padded query rows for which dq has a counter of turns.
+pub(super) const ROWS_PER_TURN: usize = 32;
 
 /// In elements.
 #[derive(Debug, Clone, Copy)]

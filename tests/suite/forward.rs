@@ -1,14 +1,14 @@
 //! out and lse against f64 on the host.
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
 use candle_flash_gqa::{flash_attn, flash_attn_with, flash_attn_with_lse};
 
 use crate::support::compare::{close, identical};
-use crate::support::device::{for_each_device, for_each_dtype};
+use crate::support::device::{for_each_device, for_each_dtype, for_each_usual_dtype};
 use crate::support::grid::for_each_problem;
 use crate::support::problem::Problem;
-use crate::support::tensors::{Inputs, padded_rows};
+use crate::support::tensors::{Inputs, fill, from_host, padded_rows};
 use crate::support::verify;
 use candle_flash_gqa::is_supported;
 
@@ -148,6 +148,30 @@ fn fwd_of_one_head_does_not_depend_on_the_others() -> Result<()> {
             }
             Ok(())
         })?;
+    }
+    Ok(())
+}
+
+/// From the last key, where the kernels begin, to the first by so many powers of two with every hundred keys: rows whose
+/// maximum moves in every tile, in some by more than an exponential can hold.
+#[test]
+fn scores_that_rise_from_tile_to_tile() -> Result<()> {
+    for head_dim in [64, 128, 256] {
+        for (rise, causal) in [(9., false), (9., true), (20., false), (200., true)] {
+            let problem = Problem::new(1, [130, 520], [2, 1], head_dim).with_causal(causal);
+            for_each_usual_dtype(head_dim, |device, dtype| {
+                let mut inputs = Inputs::normal(&problem, dtype, device, 1)?;
+                let steps = f64::ln(2.) * (head_dim as f64).sqrt() * rise / 100.;
+                let first: Vec<f64> = (0..520).rev().map(|key| steps * f64::from(key)).collect();
+                let first = from_host(&first, &[1, 520, 1, 1], dtype, device)?;
+                inputs.k = Tensor::cat(&[&first, &inputs.k.narrow(3, 1, head_dim - 1)?], 3)?;
+                // Else plain attention in f32 is itself off by more than what it is to judge.
+                inputs.q = fill(&fill(&inputs.q, 3, 1..head_dim, 0.)?, 3, 0..1, 1.)?;
+                verify::both_of_large(&problem, &inputs)?;
+                Ok(())
+            })
+            .with_context(|| format!("head_dim {head_dim}, rise {rise}, causal {causal}"))?;
+        }
     }
     Ok(())
 }

@@ -17,6 +17,7 @@ mod cases_large;
 mod determinism;
 mod forward;
 mod gqa;
+mod kernels;
 mod mask;
 mod nan;
 mod op;
