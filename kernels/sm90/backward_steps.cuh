@@ -179,26 +179,31 @@ __device__ __forceinline__ void run_roles(const BackwardArguments& arguments, Sh
 
 #endif
 
-// Encodes the tensor maps.
+// Encodes the tensor maps, and launches a block for each piece of work.
 template <class LayoutQ, class LayoutKV>
-inline cudaError_t backward_arguments(const BwdParams& params, BackwardArguments* arguments) {
+inline cudaError_t launch_backward(void (*kernel)(BackwardArguments), const BwdParams& params, int shared_bytes,
+                                   cudaStream_t stream) {
+  const int64_t blocks = backward_blocks<LayoutKV::ROWS>(params);
+  if (blocks == 0) return cudaSuccess;
   const AttnProblem& p = params.problem;
-  *arguments = {params, {}, {}, {}, {}};
+  BackwardArguments arguments = {params, {}, {}, {}, {}};
   const int kv_heads = p.num_heads / p.group_size;
   // A map needs an address, also of no rows.
   const void* q = p.seqlen_q > 0 ? p.q : p.k;
   const void* dout = p.seqlen_q > 0 ? params.dout : p.k;
-  cudaError_t status = encode_tensor_map<LayoutQ>(&arguments->q, p.element, q, p.q_strides, p.batch, p.seqlen_q,
+  cudaError_t status = encode_tensor_map<LayoutQ>(&arguments.q, p.element, q, p.q_strides, p.batch, p.seqlen_q,
                                                   p.num_heads, p.head_dim);
   if (status != cudaSuccess) return status;
-  status = encode_tensor_map<LayoutQ>(&arguments->dout, p.element, dout, params.dout_strides, p.batch, p.seqlen_q,
+  status = encode_tensor_map<LayoutQ>(&arguments.dout, p.element, dout, params.dout_strides, p.batch, p.seqlen_q,
                                       p.num_heads, p.head_dim);
   if (status != cudaSuccess) return status;
-  status = encode_tensor_map<LayoutKV>(&arguments->k, p.element, p.k, p.k_strides, p.batch, p.seqlen_k, kv_heads,
+  status = encode_tensor_map<LayoutKV>(&arguments.k, p.element, p.k, p.k_strides, p.batch, p.seqlen_k, kv_heads,
                                        p.head_dim);
   if (status != cudaSuccess) return status;
-  return encode_tensor_map<LayoutKV>(&arguments->v, p.element, p.v, p.v_strides, p.batch, p.seqlen_k, kv_heads,
-                                     p.head_dim);
+  status = encode_tensor_map<LayoutKV>(&arguments.v, p.element, p.v, p.v_strides, p.batch, p.seqlen_k, kv_heads,
+                                       p.head_dim);
+  if (status != cudaSuccess) return status;
+  return launch(kernel, blocks, BACKWARD_THREADS, shared_bytes, arguments, stream);
 }
 
 // The instance of a kernel template for the element type, and for additions to dq in order or in any.

@@ -264,13 +264,8 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
 // ---- launcher ---------------------------------------------------------------------------------------
 
 cudaError_t launch_kernel(const BwdParams* params, cudaStream_t stream) {
-  const int64_t blocks = backward_blocks<TILE_N>(*params);
-  if (blocks == 0) return cudaSuccess;
-  BackwardArguments arguments;
-  const cudaError_t status = backward_arguments<LayoutQ, LayoutKV>(*params, &arguments);
-  if (status != cudaSuccess) return status;
-  return launch(BACKWARD_KERNEL_FOR(backward_kernel, *params), blocks, BACKWARD_THREADS, sizeof(SharedStorage),
-                arguments, stream);
+  return launch_backward<LayoutQ, LayoutKV>(BACKWARD_KERNEL_FOR(backward_kernel, *params), *params,
+                                            sizeof(SharedStorage), stream);
 }
 
 }  // namespace

@@ -12,7 +12,9 @@ use half::{bf16, f16};
 
 use super::dispatch::{self, Chosen, Gpu};
 use super::ffi::{self, BwdParams, ConvertParams, ROW_PADDING, ROWS_PER_TURN};
-use super::{Element, Rows, alloc, check, cuda_storage, for_dtype, problem, slopes_pointer};
+use super::{
+    Element, Rows, alloc, check, cuda_storage, for_dtype, optional_pointer, problem, slopes_pointer,
+};
 use crate::params::AttnParams;
 
 /// (batch, kv head, part) pieces whose tiles are launched side by side, so that their q, dout and dq share L2.
@@ -115,13 +117,7 @@ fn backward_typed<E: Element>(
         let (stats_address, _stats_write) = stats.device_ptr_mut(&stream);
         let (dq_acc_address, _dq_acc_write) = dq_acc.device_ptr_mut(&stream);
         let (dkv_acc_address, _dkv_acc_write) = dkv_acc.device_ptr_mut(&stream);
-        let (dq_turn, _turns_write) = match &mut dq_turns {
-            None => (std::ptr::null_mut(), None),
-            Some(turns) => {
-                let (address, guard) = turns.device_ptr_mut(&stream);
-                (address as *mut i32, Some(guard))
-            }
-        };
+        let (dq_turn, _turns_write) = optional_pointer(&mut dq_turns, &stream);
 
         let stats = stats_address as *mut f32;
         let dk_acc = dkv_acc_address as *mut f32;

@@ -8,7 +8,10 @@ use half::{bf16, f16};
 
 use super::dispatch::{self, Gpu};
 use super::ffi::FwdParams;
-use super::{Element, Input, Rows, alloc, check, cuda_storage, for_dtype, problem, slopes_pointer};
+use super::{
+    Element, Input, Rows, alloc, check, cuda_storage, for_dtype, optional_pointer, problem,
+    slopes_pointer,
+};
 use crate::params::AttnParams;
 
 /// (batch, head) pairs whose tiles are launched side by side. Their K and V have to share L2, but with few
@@ -101,13 +104,7 @@ fn forward_typed<E: Element>(
         let (alibi_slopes, _slopes_read) = slopes_pointer!(&slopes, &stream);
         let (out_address, _out_write) = out.device_ptr_mut(&stream);
         let (lse_address, _lse_write) = lse.device_ptr_mut(&stream);
-        let (next_piece, _next_piece_write) = match &mut next_piece {
-            None => (std::ptr::null_mut(), None),
-            Some(counter) => {
-                let (address, guard) = counter.device_ptr_mut(&stream);
-                (address as *mut u32, Some(guard))
-            }
-        };
+        let (next_piece, _next_piece_write) = optional_pointer(&mut next_piece, &stream);
         let arguments = FwdParams {
             problem: super::ffi::AttnProblem {
                 q: q_pointer,

@@ -20,7 +20,7 @@ use std::ffi::{CStr, c_int, c_void};
 
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaSlice, CudaStream, DevicePtr, DeviceRepr, SyncOnDrop,
+    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop,
 };
 use candle_core::cuda_backend::{CudaDType, CudaDevice, CudaStorage};
 use candle_core::op::BackpropOp;
@@ -249,6 +249,20 @@ fn error_text(status: c_int) -> String {
     // SAFETY: it returns a static string for any number.
     let text = unsafe { CStr::from_ptr(ffi::cudaGetErrorString(status)) };
     format!("{} (cudaError {status})", text.to_string_lossy())
+}
+
+/// The address of what may not be there, else null; the write ends when the guard is dropped.
+fn optional_pointer<'s, T>(
+    slice: &'s mut Option<CudaSlice<T>>,
+    stream: &'s CudaStream,
+) -> (*mut T, Option<SyncOnDrop<'s>>) {
+    match slice {
+        None => (std::ptr::null_mut(), None),
+        Some(slice) => {
+            let (address, guard) = slice.device_ptr_mut(stream);
+            (address as *mut T, Some(guard))
+        }
+    }
 }
 
 /// An uninitialised allocation on the device's stream.

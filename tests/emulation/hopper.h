@@ -10,8 +10,6 @@
 
 namespace machine {
 
-constexpr int WARPGROUP = 128;
-
 // ---- barriers in shared memory ----------------------------------------------------------------------
 
 struct CountingBarrier {
@@ -67,6 +65,7 @@ inline bool named_barrier(int id, int expected, bool waits, bool brought = false
   if (barrier.here == 0) barrier.expected = expected;
   if (barrier.expected != expected) fault("barrier %d: %d threads where others say %d", id, expected, barrier.expected);
   const uint64_t number = barrier.number;
+  if (expected >= WARPGROUP) arrive_with_additions();
   barrier.any |= brought;
   if (++barrier.here == expected) {
     barrier.here = 0;
@@ -76,6 +75,7 @@ inline bool named_barrier(int id, int expected, bool waits, bool brought = false
   } else if (waits) {
     wait("a named barrier", [&barrier, number] { return barrier.number != number; });
   }
+  if (waits && expected >= WARPGROUP) learn_turn();
   return barrier.result;  // where all wait, there is no next one before all have it
 }
 
@@ -342,26 +342,37 @@ inline void copy_bytes(uint32_t smem, const void* gmem, uint32_t bytes, uint32_t
   });
 }
 
-// How many a thread has under way. They read at any time before it waits.
-inline std::map<int, int> additions;
+// How many a thread has under way: they read at any time, and add at any time after that, also when the block has ended.
+struct Additions {
+  int unread = 0, unmade = 0;
+};
+inline std::map<int, Additions> additions;
 inline void add_bytes(float* gmem, uint32_t smem, uint32_t bytes) {
   if (smem % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(gmem) % 16) fault("an addition of %u bytes from %#x", bytes, smem);
   for (uint32_t i = 0; i < bytes; ++i)
     if (is_unfenced[(smem + i - SHARED_BASE) % SHARED_SIZE]) fault("an addition reads %#x: no proxy fence", smem + i);
-  const int thread = current->index;
-  ++additions[thread];
-  start([=] {
-    for (uint32_t i = 0; i < bytes / 4; ++i) {
-      float x;
-      std::memcpy(&x, at(smem + 4 * i, 4), 4);
-      gmem[i] += x;
-    }
-    --additions[thread];
+  note_addition(false);
+  Additions& own = additions[current->index];
+  ++own.unread;
+  ++own.unmade;
+  start([=, &own] {
+    std::vector<float> numbers(bytes / 4);
+    std::memcpy(numbers.data(), at(smem, bytes), bytes);
+    --own.unread;
+    start([=, &own] {
+      for (size_t i = 0; i < numbers.size(); ++i) gmem[i] += numbers[i];
+      --own.unmade;
+    }, true);
   });
 }
-inline void wait_for_additions() {
-  const int thread = current->index;
-  wait("an addition", [thread] { return additions[thread] == 0; });
+inline void wait_until_read() {
+  const Additions& own = additions[current->index];
+  wait("an addition's reads", [&own] { return own.unread == 0; });
+}
+inline void wait_until_added() {
+  const Additions& own = additions[current->index];
+  wait("an addition", [&own] { return own.unmade == 0; });
+  for (Addition& addition : current->additions) addition.is_made = true;
 }
 
 inline const bool these_end_with_the_block = (resets.push_back([] {

@@ -5,6 +5,7 @@
 // (`Timing`); and warps rest at random. So a wait that is missing shows in the results, or as a fault:
 //   - shared memory that an asynchronous copy is about to write holds NaN until then;
 //   - a read and a write of the same 16 bytes by two warps need a barrier between them (accesses by ptx/ alone);
+//   - additions have to be there before the turn to add is passed on;
 //   - a block in which nothing can go on hangs, and the fault says who waits for what.
 #pragma once
 #include <setjmp.h>
@@ -51,6 +52,13 @@ struct Index {
   unsigned x = 0, y = 0, z = 0;
 };
 
+// Of a thread to device memory, in the turn that `counter` counts.
+struct Addition {
+  const int32_t* counter;
+  bool is_made;
+  bool has_barrier;  // since it was made
+};
+
 struct Thread {
   ucontext_t context;  // to begin with
   jmp_buf place;       // to go on: without the system calls of swapcontext
@@ -59,6 +67,8 @@ struct Thread {
   bool is_done = false;
   const char* waits_for = nullptr;
   std::function<bool()> is_over;  // what it waits for
+  const int32_t* turn = nullptr;    // as of the last barrier
+  std::vector<Addition> additions;  // in turns that are not passed on
 };
 
 inline std::vector<Thread> threads;
@@ -167,25 +177,63 @@ inline void note_write(uint32_t address) {
 }
 
 // What is done beside the threads: now, or at any later time, in any order.
-inline std::vector<std::function<void()>> under_way;
-inline void start(std::function<void()> act) {
-  now() ? act() : under_way.push_back(std::move(act));
+struct Work {
+  std::function<void()> act;
+  bool outlasts_block;
+};
+inline std::vector<Work> under_way;
+inline void start(std::function<void()> act, bool outlasts_block = false) {
+  now() ? act() : under_way.push_back({std::move(act), outlasts_block});
 }
 inline bool finish_one() {
   if (under_way.empty()) return false;
   std::swap(under_way[chance() % under_way.size()], under_way.back());
-  const auto act = std::move(under_way.back());
+  const Work work = std::move(under_way.back());
   under_way.pop_back();
-  act();
+  work.act();
   return true;
 }
 
 // What a block leaves behind that the next one must not find.
 inline std::vector<std::function<void()>> resets;
 
+// ---- additions in turn ------------------------------------------------------------------------------
+
+// Turns are taken by one thread for its warpgroup; the others know of it by a barrier. When it passes the turn on, all
+// additions of the warpgroup in that turn have to be made, and each of its threads at a barrier since.
+constexpr int WARPGROUP = 128;
+inline std::map<int, const int32_t*> turns;
+
+inline void take_turn(const int32_t* counter) { turns[current->index / WARPGROUP] = counter; }
+inline void note_addition(bool is_made) {
+  if (!current->turn) return;
+  const bool is_like_last = !current->additions.empty() && current->additions.back().counter == current->turn &&
+                            current->additions.back().is_made == is_made && !current->additions.back().has_barrier;
+  if (!is_like_last) current->additions.push_back({current->turn, is_made, false});
+}
+inline void arrive_with_additions() {
+  for (Addition& addition : current->additions) addition.has_barrier |= addition.is_made;
+}
+inline void learn_turn() { current->turn = turns[current->index / WARPGROUP]; }
+inline void pass_turn(const int32_t* counter) {
+  const int first = current->index / WARPGROUP * WARPGROUP;
+  for (Thread& thread : threads) {
+    if (thread.index / WARPGROUP * WARPGROUP != first) continue;
+    std::erase_if(thread.additions, [&](const Addition& addition) {
+      if (addition.counter != counter) return false;
+      if (!addition.has_barrier)
+        fault("thread %d passes a turn on: an addition of thread %d %s", current->index, thread.index,
+              addition.is_made ? "has no barrier since" : "may not be made");
+      return true;
+    });
+  }
+}
+
 inline void barrier() {
   char nothing = 0;
+  arrive_with_additions();
   together(static_cast<int>(threads.size()), "__syncthreads", nothing, [](auto&) { ++barriers; });
+  learn_turn();
 }
 
 // ---- running ----------------------------------------------------------------------------------------
@@ -221,6 +269,7 @@ inline void run_block(int block_threads) {
     makecontext(&thread.context, begin_thread, 0);
   }
   meetings.clear();
+  turns.clear();
   for (const auto& reset : resets) reset();
   std::memset(shared, 0xff, SHARED_SIZE);  // NaN
   for (Chunk& chunk : chunks) chunk = Chunk();
@@ -246,7 +295,10 @@ inline void run_block(int block_threads) {
     if (timing == Timing::RANDOM && chance() % 3 == 0) any_ran |= finish_one();
     if (!is_over && !any_ran && !any_rests && !finish_one()) hang();
   }
-  if (!under_way.empty()) fault("block %u ends with %zu copies under way", block.x, under_way.size());
+  for (const Thread& thread : threads)
+    if (!thread.additions.empty()) fault("thread %d adds, but its turn is not passed on after that", thread.index);
+  for (const Work& work : under_way)
+    work.outlasts_block ? work.act() : fault("block %u ends with a copy under way", block.x);
   under_way.clear();
 }
 

@@ -66,7 +66,7 @@ fn emulate(program: &str, others: &[&str], row: (&str, &str, &str, u32, &str)) {
     let compiler = std::env::var_os("CXX").unwrap_or("c++".into());
     let mut command = Command::new(&compiler);
     command
-        .args(["-std=c++20", "-O1", "-w", "-Wno-psabi", "-x", "c++"])
+        .args(["-std=c++20", "-O2", "-w", "-Wno-psabi", "-x", "c++"])
         .arg(format!("-DHEAD_DIM={head_dim}"))
         .arg(format!("-DSHARED_KIB={shared_kib}"))
         .arg(format!("-DSYMBOL={symbol}"))

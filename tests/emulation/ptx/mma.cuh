@@ -28,11 +28,12 @@ inline void mma_m16n8k16(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, u
         b[t + r * 8 + 1][g] = pair.y;
       }
     }
+    float sums[16][8] = {};
+    for (int k = 0; k < 16; ++k)
+      for (int row = 0; row < 16; ++row)
+        for (int col = 0; col < 8; ++col) sums[row][col] += a[row][k] * b[k][col];
     for (int lane = 0; lane < 32; ++lane)
-      for (int r = 0; r < 4; ++r) {
-        const int row = lane / 4 + r / 2 * 8, col = lane % 4 * 2 + r % 2;
-        for (int k = 0; k < 16; ++k) lanes[lane]->acc[r] += a[row][k] * b[k][col];
-      }
+      for (int r = 0; r < 4; ++r) lanes[lane]->acc[r] += sums[lane / 4 + r / 2 * 8][lane % 4 * 2 + r % 2];
   });
 }
 

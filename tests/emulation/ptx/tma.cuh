@@ -10,8 +10,8 @@ inline void bulk_load(uint32_t smem, const void* gmem, uint32_t bytes, uint32_t 
   machine::copy_bytes(smem, gmem, bytes, barrier);
 }
 inline void bulk_add(float* gmem, uint32_t smem, uint32_t bytes) { machine::add_bytes(gmem, smem, bytes); }
-inline void bulk_wait_read() { machine::wait_for_additions(); }
-inline void bulk_wait() { machine::wait_for_additions(); }
+inline void bulk_wait_read() { machine::wait_until_read(); }
+inline void bulk_wait() { machine::wait_until_added(); }
 inline void prefetch_tensor_map(const void*) {}
 
 }  // namespace ptx
