@@ -44,6 +44,10 @@ template <class Work>
 __device__ __forceinline__ BackwardStep first_step(const Work& work) {
   return {work.first_head, work.m_tiles.begin};
 }
+template <class Work>
+__device__ __forceinline__ int step_count(const Work& work) {
+  return (work.end_head - work.first_head) * (work.m_tiles.end - work.m_tiles.begin);
+}
 // ANEW: for use in two places of a step. Without a select, whose sums would be kept between them.
 template <bool ANEW, class Work>
 __device__ __forceinline__ BackwardStep step_after(BackwardStep step, const Work& work) {

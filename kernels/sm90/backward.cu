@@ -64,6 +64,7 @@ struct SharedStorage {
   QueryStage<LayoutQ> stages[2];
   alignas(128) float dq[WARPGROUPS * 4][16 * DQ_COLS];  // of each warp, on its way
   Handover keys;
+  StepNote notes[NOTES];
   Turn turns[WARPGROUPS];
   uint64_t full[2];  // of dscores
   Work work;
@@ -74,16 +75,16 @@ static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
 
 // ---- device steps: computing ------------------------------------------------------------------------
 
-// Begins acc = keys rows^T, of a warpgroup's keys.
+// Begins acc = keys rows^T, of a warpgroup's keys, or acc += keys rows^T.
 template <class Element>
 __device__ __forceinline__ void begin_scores(float (&acc)[1][ROW_TILES][4], const SwizzledTile<LayoutKV>& keys,
-                                             int first_key, const SwizzledTile<LayoutQ>& rows) {
+                                             int first_key, const SwizzledTile<LayoutQ>& rows, bool accumulate) {
   const MatrixDescriptor<LayoutKV> a = k_major<LayoutKV>(smem_address(&keys) + first_key * LayoutKV::ROW_BYTES);
   const MatrixDescriptor<LayoutQ> b = k_major<LayoutQ>(smem_address(&rows));
 #pragma unroll
   for (int block = 0; block < HEAD_BLOCKS; ++block)
     ptx::Wgmma<Element, TILE_M>::template ss<false, false>(acc[0], a.after(k_major_step<LayoutKV>(block)),
-                                                           b.after(k_major_step<LayoutQ>(block)), block > 0);
+                                                           b.after(k_major_step<LayoutQ>(block)), accumulate || block > 0);
   ptx::wgmma_commit();
 }
 
@@ -133,9 +134,9 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
   ptx::hold(acc_dk);
   ptx::hold(acc_dv);
 
-  BackwardStep step = first_step(work);
-  if (step.head < work.end_head) {
+  if (work.first_head < work.end_head) {
     uint32_t number = 0;  // of the step; two of each tile are there, and are used in turn
+    const uint32_t steps = ptx::uniform(step_count(work));
     const int first_key = work.n_tile * TILE_N;
     const auto stage = [&](uint32_t number) { return number % 2; };
     const auto phase = [&](uint32_t number) { return number / 2 % 2; };
@@ -164,76 +165,74 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 #pragma unroll
       for (int j = 0; j < DQ_TILES; ++j) ptx::store_v4(to + j * AccLayout::PIECE * sizeof(float), acc_dq[0][j]);
     };
-    const auto add_dq_of = [&](BackwardStep step) {
+    const auto add_dq_of = [&](uint32_t number) {
       if (!IN_ORDER && lane_index() != 0) return;
-      add_dq<Work, IN_ORDER>(params, mask, work, shared.turns[warpgroup], step, warpgroup, dq_row + warp_row(), dq_col, [&](float* piece) {
-        if (lane_index() == 0) ptx::bulk_add(piece, staged_dq(), dq_bytes);
-      });
+      add_dq<IN_ORDER>(params, shared.notes[number % NOTES], shared.turns[warpgroup], warpgroup, dq_row + warp_row(),
+                       dq_col, [&](float* piece) {
+                         if (lane_index() == 0) ptx::bulk_add(piece, staged_dq(), dq_bytes);
+                       });
     };
-    // What the last step, `number` - 1, has stored: dscores, for the other warpgroup's product too, and dq of
-    // `before_last`. It also says that this warpgroup has finished with that one's dscores.
-    const auto hand_on = [&](BackwardStep before_last) {
+    // What the last step, `number` - 1, has stored: dscores, for the other warpgroup's product too, and dq of the one
+    // before. It also says that this warpgroup has finished with that one's dscores.
+    const auto hand_on = [&] {
       ptx::proxy_fence();
       __syncwarp();  // all lanes' part is there
       if (lane_index() == 0) ptx::mbarrier_arrive(smem_address(&shared.full[stage(number - 1)]));
-      if (number > 1) add_dq_of(before_last);
+      if (number > 1) add_dq_of(number - 2);
     };
 
     // A step, dq of the last one, and the addition of that of the one before.
     uint32_t weights[ROW_BLOCKS][4];  // probs, then dscores: packed, with the rows as K
-    const auto run_step = [&](BackwardStep before_last) {
+    const auto run_step = [&] {
       const uint32_t now = stage(number);
       QueryStage<LayoutQ>& rows = shared.stages[now];
       float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][DQ_TILES][4];
 
       rows.handover.wait_full(phase(number));
       ptx::wgmma_fence();
-      begin_scores<Element>(scores, shared.k, warpgroup_key, rows.q);
-      if (number > 0) hand_on(before_last);
+      begin_scores<Element>(scores, shared.k, warpgroup_key, rows.q, false);
+      // All that a step reads besides, beside that product: shared memory is slow to answer while products read it.
+      const StepNote& note = shared.notes[number % NOTES];
+      float2 lse[ROW_TILES];
+      read_statistic(lse, rows.lse_log2, lane_index());
+      start_from_delta(dprobs, rows.delta, lane_index());
+      const int is_masked = note.is_masked;
+      if (number > 0) hand_on();
       ptx::wgmma_wait<1>();  // dk of the last step
       ptx::hold(acc_dk);
+      ptx::hold(dprobs);
       // Of q and dout, which products read, and of lse and delta: before dk all four warps have read them.
       if (number > 0) shared.stages[now ^ 1].handover.release(is_speaker);
       ptx::wgmma_fence();
-      begin_scores<Element>(dprobs, shared.v, warpgroup_key, rows.dout);
+      begin_scores<Element>(dprobs, shared.v, warpgroup_key, rows.dout, true);
 
-      const int first_row = step.m_tile * TILE_M;
-      const bool is_masked =
-          !mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N);
       const float softmax_scale_log2 = p.softmax_scale * LOG2_E;
-      // lse, then delta: read, as far as registers go, before what they are for is there.
-      constexpr int EARLY = 6;
-      float2 statistic[ROW_TILES];
-      read_statistic<0, ROW_TILES>(statistic, rows.lse_log2, lane_index());
       ptx::wgmma_wait<1>();  // scores
       ptx::hold(scores);
-      if (is_masked)
-        mask_scores_transposed(scores, mask, first_row, first_key + warpgroup_key + warp_row(), lane_index());
+      if (ptx::recomputed(is_masked))  // not asked before: the answer of shared memory would be waited for
+        mask_scores_transposed(scores, mask, note.first_row, first_key + warpgroup_key + warp_row(), lane_index());
 #pragma unroll
       for (int j = 0; j < ROW_TILES; ++j)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
           weights[j / 2][j % 2 * 2 + half] =
-              pack<Element>(ptx::exp2(scores[0][j][2 * half] * softmax_scale_log2 - statistic[j].x),
-                            ptx::exp2(scores[0][j][2 * half + 1] * softmax_scale_log2 - statistic[j].y));
+              pack<Element>(ptx::exp2(scores[0][j][2 * half] * softmax_scale_log2 - lse[j].x),
+                            ptx::exp2(scores[0][j][2 * half + 1] * softmax_scale_log2 - lse[j].y));
 
       ptx::hold(acc_dv);
       ptx::wgmma_fence();
       begin_sum<Element>(acc_dv, weights, rows.dout);
       begin_dq_of(number - 1, acc_dq);  // in the first step of what lies there, and added nowhere
-      read_statistic<0, EARLY>(statistic, rows.delta, lane_index());
       ptx::wgmma_wait<1>();  // dprobs, dv
       ptx::hold(dprobs);
       ptx::hold(acc_dv);
-      read_statistic<EARLY, ROW_TILES>(statistic, rows.delta, lane_index());
 #pragma unroll
       for (int j = 0; j < ROW_TILES; ++j)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           uint32_t& weight = weights[j / 2][j % 2 * 2 + half];
           const float2 prob = unpack<Element>(weight);
-          weight = pack<Element>(prob.x * (dprobs[0][j][2 * half] - statistic[j].x),
-                                 prob.y * (dprobs[0][j][2 * half + 1] - statistic[j].y));
+          weight = pack<Element>(prob.x * dprobs[0][j][2 * half], prob.y * dprobs[0][j][2 * half + 1]);
         }
       const int lane = lane_index();
       const uint32_t dscores = smem_address(&shared.dscores[now]);
@@ -250,15 +249,10 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       ++number;
     };
 
-    BackwardStep last = step, before_last = step;
-    while (step.head < work.end_head) {
-      run_step(before_last);
-      before_last = last;
-      last = step;
-      step = step_after<false>(step, work);
-    }
+    do run_step();
+    while (number < steps);
 
-    hand_on(before_last);
+    hand_on();
     float acc_dq[1][DQ_TILES][4];
     begin_dq_of(number - 1, acc_dq);
     ptx::wgmma_wait<0>();
@@ -267,7 +261,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     stage_dq(acc_dq);
     ptx::proxy_fence();
     __syncwarp();  // all lanes' part is there
-    add_dq_of(last);
+    add_dq_of(number - 1);
     if (lane_index() == 0) ptx::bulk_wait_read();  // before the block, and its shared memory, ends
     if (IN_ORDER) pass_turn(shared.turns[warpgroup], warpgroup);
   }
@@ -286,7 +280,7 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
   extern __shared__ __align__(1024) char smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
 
-  run_roles<LayoutQ, LayoutKV>(arguments, shared, [&](int warpgroup) {
+  run_roles<LayoutQ, LayoutKV, IN_ORDER>(arguments, shared, [&](int warpgroup) {
     compute<Element, IN_ORDER>(arguments, shared, warpgroup);
   });
 #else

@@ -28,6 +28,17 @@ struct QueryStage {
   Handover handover;
 };
 
+// What those that compute need to know of a step. Who loads works it out: their registers are short, and so is the time
+// between two steps.
+struct StepNote {
+  int64_t dq;             // where the sums of dq of its rows begin
+  int32_t first_row;
+  int32_t counter, turn;  // of additions in order: the first counter of its rows, and which turn it is
+  int32_t is_masked;
+};
+// So many notes are kept, and warps are never so many steps apart.
+constexpr int NOTES = 8;
+
 // A warpgroup's turn to add to a tile of dq, where turns are taken. It passes one on only when it takes the next: its
 // additions have ended by then.
 struct Turn {
@@ -37,42 +48,25 @@ struct Turn {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Reads lse or delta of the columns of scores^T that a thread holds, in accumulators [BEGIN, END).
-template <int BEGIN, int END, int ROW_TILES>
+// Reads lse or delta of the columns of scores^T that a thread holds.
+template <int ROW_TILES>
 __device__ __forceinline__ void read_statistic(float2 (&statistic)[ROW_TILES], const float* rows, int lane) {
 #pragma unroll
-  for (int j = BEGIN; j < END; ++j) statistic[j] = *reinterpret_cast<const float2*>(&rows[8 * j + lane % 4 * 2]);
+  for (int j = 0; j < ROW_TILES; ++j) statistic[j] = *reinterpret_cast<const float2*>(&rows[8 * j + lane % 4 * 2]);
 }
 
-// What the loading warpgroup does, one thread of it: the keys, then the query rows of each step.
-template <class LayoutQ, class LayoutKV, class SharedStorage>
-__device__ __forceinline__ void load_steps(const BackwardArguments& arguments, SharedStorage& shared) {
-  const BwdParams& params = arguments.params;
-  const AttnProblem& p = params.problem;
-  const auto& work = shared.work;
-  BackwardStep step = first_step(work);
-  if (step.head >= work.end_head) return;
-  shared.keys.expect(2 * LayoutKV::BYTES);
-  load_tile(shared.k, shared.keys, arguments.k, work.n_tile * LayoutKV::ROWS, work.kv_head, work.batch);
-  load_tile(shared.v, shared.keys, arguments.v, work.n_tile * LayoutKV::ROWS, work.kv_head, work.batch);
-
-  RingPlace<2> place;
-#pragma unroll 1  // few registers
-  for (; step.head < work.end_head; step = step_after<false>(step, work)) {
-    const int first_row = step.m_tile * LayoutQ::ROWS;
-    const int64_t statistics =
-        (static_cast<int64_t>(work.batch) * p.num_heads + step.head) * padded_rows(p.seqlen_q) + first_row;
-    QueryStage<LayoutQ>& stage = shared.stages[place.stage];
-    constexpr uint32_t STATISTICS_BYTES = sizeof(stage.delta);
-    stage.handover.wait_empty(place.phase);
-    stage.handover.expect(2 * (LayoutQ::BYTES + STATISTICS_BYTES));
-    load_tile(stage.q, stage.handover, arguments.q, first_row, step.head, work.batch);
-    load_tile(stage.dout, stage.handover, arguments.dout, first_row, step.head, work.batch);
-    const uint32_t full = smem_address(&stage.handover.full);
-    ptx::bulk_load(smem_address(stage.lse_log2), params.lse_log2 + statistics, STATISTICS_BYTES, full);
-    ptx::bulk_load(smem_address(stage.delta), params.delta + statistics, STATISTICS_BYTES, full);
-    place.advance();
-  }
+// Lets dprobs^T begin with -delta.
+template <int ROW_TILES>
+__device__ __forceinline__ void start_from_delta(float (&dprobs)[1][ROW_TILES][4], const float* delta, int lane) {
+  float2 statistic[ROW_TILES];
+  read_statistic(statistic, delta, lane);
+#pragma unroll
+  for (int j = 0; j < ROW_TILES; ++j)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      dprobs[0][j][2 * half] = -statistic[j].x;
+      dprobs[0][j][2 * half + 1] = -statistic[j].y;
+    }
 }
 
 // The order of additions to dq, where their sum has to be the same bits on every run: the key tiles take turns at
@@ -86,6 +80,48 @@ template <int TILE_M, int TILE_N>
 __device__ __forceinline__ int dq_turn(const Mask& mask, int n_tile, int first_row) {
   if (mask.right == MAX_WINDOW) return n_tile - max(mask.first_key(first_row), 0) / TILE_N;
   return (mask.end_key(min(first_row + TILE_M, mask.seqlen_q) - 1) - 1) / TILE_N - n_tile;
+}
+
+// What the loading warpgroup does, one thread of it: the keys, then the query rows of each step.
+template <class LayoutQ, class LayoutKV, bool IN_ORDER, class SharedStorage>
+__device__ __forceinline__ void load_steps(const BackwardArguments& arguments, SharedStorage& shared) {
+  const BwdParams& params = arguments.params;
+  const AttnProblem& p = params.problem;
+  constexpr int TILE_M = LayoutQ::ROWS, TILE_N = LayoutKV::ROWS;
+  const Mask mask(p);
+  const auto& work = shared.work;
+  BackwardStep step = first_step(work);
+  if (step.head >= work.end_head) return;
+  shared.keys.expect(2 * LayoutKV::BYTES);
+  load_tile(shared.k, shared.keys, arguments.k, work.n_tile * LayoutKV::ROWS, work.kv_head, work.batch);
+  load_tile(shared.v, shared.keys, arguments.v, work.n_tile * LayoutKV::ROWS, work.kv_head, work.batch);
+
+  RingPlace<2> place;
+#pragma unroll 1  // few registers
+  for (uint32_t number = 0; step.head < work.end_head; ++number, step = step_after<false>(step, work)) {
+    const int first_row = step.m_tile * TILE_M;
+    const int64_t statistics =
+        (static_cast<int64_t>(work.batch) * p.num_heads + step.head) * padded_rows(p.seqlen_q) + first_row;
+    QueryStage<LayoutQ>& stage = shared.stages[place.stage];
+    constexpr uint32_t STATISTICS_BYTES = sizeof(stage.delta);
+    stage.handover.wait_empty(place.phase);
+    StepNote& note = shared.notes[number % NOTES];
+    note.dq = statistics * HEAD_DIM;
+    note.first_row = first_row;
+    note.is_masked = !mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), work.n_tile * TILE_N,
+                                       (work.n_tile + 1) * TILE_N);
+    if constexpr (IN_ORDER) {
+      note.counter = statistics / TILE_M * BACKWARD_WARPGROUPS;
+      note.turn = dq_turn<TILE_M, TILE_N>(mask, work.n_tile, first_row);
+    }
+    stage.handover.expect(2 * (LayoutQ::BYTES + STATISTICS_BYTES));  // the note is there too, for who sees it
+    load_tile(stage.q, stage.handover, arguments.q, first_row, step.head, work.batch);
+    load_tile(stage.dout, stage.handover, arguments.dout, first_row, step.head, work.batch);
+    const uint32_t full = smem_address(&stage.handover.full);
+    ptx::bulk_load(smem_address(stage.lse_log2), params.lse_log2 + statistics, STATISTICS_BYTES, full);
+    ptx::bulk_load(smem_address(stage.delta), params.delta + statistics, STATISTICS_BYTES, full);
+    place.advance();
+  }
 }
 
 // Additions of the copy engine are complete in L2 when they have been waited for; those of red the barrier and the release
@@ -109,22 +145,14 @@ __device__ __forceinline__ void pass_turn(const Turn& open, int warpgroup) {
 
 // Runs `add`, which adds a warp's part of a tile of dq to the sums from the pointer on that it gets: those of
 // (row, col) of the step's tile on. IN_ORDER in turn, by the warpgroup's own counter of the tile.
-template <class Work, bool IN_ORDER, class Add>
-__device__ __forceinline__ void add_dq(const BwdParams& params, const Mask& mask, const volatile Work& work, Turn& open,
-                                       BackwardStep step, int warpgroup, int row, int col, const Add& add) {
-  const AttnProblem& p = params.problem;
-  // Computed at each use: over the additions it would take the registers of accumulators.
-  const auto batch_head = [&] { return static_cast<int64_t>(work.batch) * p.num_heads + ptx::recomputed(step.head); };
+template <bool IN_ORDER, class Add>
+__device__ __forceinline__ void add_dq(const BwdParams& params, const volatile StepNote& note, Turn& open,
+                                       int warpgroup, int row, int col, const Add& add) {
   if constexpr (IN_ORDER) {
-    static_assert(Work::TILE_M / BACKWARD_WARPGROUPS >= ROWS_PER_TURN);
     pass_turn(open, warpgroup);
-    const int m_tiles = padded_rows(p.seqlen_q) / Work::TILE_M;
-    take_turn(open, params.dq_turn + (batch_head() * m_tiles + step.m_tile) * BACKWARD_WARPGROUPS + warpgroup,
-              dq_turn<Work::TILE_M, Work::TILE_N>(mask, work.n_tile, ptx::recomputed(step.m_tile) * Work::TILE_M),
-              warpgroup);
+    take_turn(open, params.dq_turn + note.counter + warpgroup, note.turn, warpgroup);
   }
-  add(params.dq_acc + batch_head() * padded_rows(p.seqlen_q) * HEAD_DIM +
-      AccLayout::piece(step.m_tile * Work::TILE_M + row, col, HEAD_DIM));
+  add(params.dq_acc + note.dq + AccLayout::piece(row, col, HEAD_DIM));
 }
 
 // Writes a warp's part of dk and dv, from (row, col) of the block's keys on: sums of a part of the group, or the
@@ -153,7 +181,7 @@ __device__ __forceinline__ void store_dk_dv(const BwdParams& params, const volat
 }
 
 // The roles of a block: a thread of the first warpgroup loads, the others `compute(warpgroup)`.
-template <class LayoutQ, class LayoutKV, class SharedStorage, class Compute>
+template <class LayoutQ, class LayoutKV, bool IN_ORDER, class SharedStorage, class Compute>
 __device__ __forceinline__ void run_roles(const BackwardArguments& arguments, SharedStorage& shared,
                                           const Compute& compute) {
   if (threadIdx.x == 0) {
@@ -170,7 +198,7 @@ __device__ __forceinline__ void run_roles(const BackwardArguments& arguments, Sh
   const int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
   if (warpgroup == 0) {
     ptx::release_registers<24>();
-    if (threadIdx.x == 0) load_steps<LayoutQ, LayoutKV>(arguments, shared);
+    if (threadIdx.x == 0) load_steps<LayoutQ, LayoutKV, IN_ORDER>(arguments, shared);
   } else {
     ptx::acquire_registers<240>();
     compute(warpgroup - 1);

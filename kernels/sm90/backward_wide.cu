@@ -45,6 +45,7 @@ struct SharedStorage {
   SwizzledTile<LayoutS> probs[2], dscores[2];  // transposed
   QueryStage<LayoutQ> stages[2];
   Handover keys;
+  StepNote notes[NOTES];
   Turn turns[WARPGROUPS];
   uint64_t full[2];  // of probs and dscores
   Work work;
@@ -55,16 +56,17 @@ static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
 
 // ---- device steps -----------------------------------------------------------------------------------
 
-// Begins acc = keys rows^T, of a warpgroup's rows. `offset` is 0.
+// Begins acc = keys rows^T, of a warpgroup's rows, or acc += keys rows^T. `offset` is 0.
 template <class Element>
 __device__ __forceinline__ void begin_scores(float (&acc)[1][ROW_TILES][4], const SwizzledTile<LayoutKV>& keys,
-                                             const SwizzledTile<LayoutQ>& rows, int first_row, int offset) {
+                                             const SwizzledTile<LayoutQ>& rows, int first_row, int offset,
+                                             bool accumulate) {
   const auto a = k_major<LayoutKV>(smem_address(&keys) + offset);
   const auto b = k_major<LayoutQ>(smem_address(&rows) + offset + first_row * LayoutQ::ROW_BYTES);
 #pragma unroll
   for (int block = 0; block < HEAD_BLOCKS; ++block)
     ptx::Wgmma<Element, ROWS>::template ss<false, false>(acc[0], a.after(k_major_step<LayoutKV>(block)),
-                                                         b.after(k_major_step<LayoutQ>(block)), block > 0);
+                                                         b.after(k_major_step<LayoutQ>(block)), accumulate || block > 0);
   ptx::wgmma_commit();
 }
 
@@ -126,22 +128,23 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
   ptx::hold(acc_dk);
   ptx::hold(acc_dv);
 
-  BackwardStep step = first_step(work);
-  if (step.head < work.end_head) {
+  if (work.first_head < work.end_head) {
     uint32_t number = 0;  // of the step; two of each tile are there, and are used in turn
+    const uint32_t steps = ptx::uniform(step_count(work));
     const auto stage = [](uint32_t number) { return number % 2; };
     const auto phase = [](uint32_t number) { return number / 2 % 2; };
 
     shared.keys.wait_full(0);
 
     // `between` runs when half of the additions are made, and may use their registers.
-    const auto add_dq_of = [&](BackwardStep step, float(&acc_dq)[1][COL_TILES][4], const auto& between) {
+    const auto add_dq_of = [&](uint32_t number, float(&acc_dq)[1][COL_TILES][4], const auto& between) {
       ptx::hold(acc_dq);
-      add_dq<Work, IN_ORDER>(params, mask, work, shared.turns[warpgroup], step, warpgroup, warp_row(), warpgroup * COLS, [&](float* piece) {
-        add_tiles<0, COL_TILES / 2>(piece, acc_dq, lane_index());
-        between();
-        add_tiles<COL_TILES / 2, COL_TILES>(piece, acc_dq, lane_index());
-      });
+      add_dq<IN_ORDER>(params, shared.notes[number % NOTES], shared.turns[warpgroup], warpgroup, warp_row(),
+                       warpgroup * COLS, [&](float* piece) {
+                         add_tiles<0, COL_TILES / 2>(piece, acc_dq, lane_index());
+                         between();
+                         add_tiles<COL_TILES / 2, COL_TILES>(piece, acc_dq, lane_index());
+                       });
     };
     // Writes this warp's part of probs or dscores, for the products of both warpgroups.
     const auto store = [&](SwizzledTile<LayoutS>& tile, const uint32_t(&packed)[ROW_BLOCKS][4]) {
@@ -158,24 +161,25 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     const auto begin_both = [&](uint32_t number, float(&scores)[1][ROW_TILES][4], float(&dprobs)[1][ROW_TILES][4],
                                 int offset) {
       const QueryStage<LayoutQ>& rows = shared.stages[stage(number)];
+      start_from_delta(dprobs, rows.delta + warpgroup * ROWS, lane_index());
+      ptx::hold(dprobs);
       ptx::wgmma_fence();
-      begin_scores<Element>(scores, shared.k, rows.q, warpgroup * ROWS, offset);
-      begin_scores<Element>(dprobs, shared.v, rows.dout, warpgroup * ROWS, offset);
+      begin_scores<Element>(scores, shared.k, rows.q, warpgroup * ROWS, offset, false);
+      begin_scores<Element>(dprobs, shared.v, rows.dout, warpgroup * ROWS, offset, true);
     };
     // Makes probs and dscores of them. Of two stages of both one is written while the other warpgroup may still read
     // the other; that it has finished with the one before that, it says with those of the last step.
-    const auto share = [&](uint32_t number, BackwardStep step, float(&scores)[1][ROW_TILES][4],
-                           float(&dprobs)[1][ROW_TILES][4]) {
+    const auto share = [&](uint32_t number, float(&scores)[1][ROW_TILES][4], float(&dprobs)[1][ROW_TILES][4]) {
       ptx::hold(scores);
       ptx::hold(dprobs);
       const QueryStage<LayoutQ>& rows = shared.stages[stage(number)];
-      const int first_row = step.m_tile * TILE_M, first_key = work.n_tile * TILE_N;
-      if (!mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N))
-        mask_scores_transposed(scores, mask, first_row + warpgroup * ROWS, first_key + warp_row(), lane_index());
+      const StepNote& note = shared.notes[number % NOTES];
+      if (note.is_masked)
+        mask_scores_transposed(scores, mask, note.first_row + warpgroup * ROWS, work.n_tile * TILE_N + warp_row(),
+                               lane_index());
       const float softmax_scale_log2 = p.softmax_scale * LOG2_E;
-      float2 lse[ROW_TILES], delta[ROW_TILES];
-      read_statistic<0, ROW_TILES>(lse, rows.lse_log2 + warpgroup * ROWS, lane_index());
-      read_statistic<0, ROW_TILES>(delta, rows.delta + warpgroup * ROWS, lane_index());
+      float2 lse[ROW_TILES];
+      read_statistic(lse, rows.lse_log2 + warpgroup * ROWS, lane_index());
       uint32_t probs[ROW_BLOCKS][4], dscores[ROW_BLOCKS][4];
 #pragma unroll
       for (int j = 0; j < ROW_TILES; ++j)
@@ -185,8 +189,8 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
           packed = pack<Element>(ptx::exp2(scores[0][j][2 * half] * softmax_scale_log2 - lse[j].x),
                                  ptx::exp2(scores[0][j][2 * half + 1] * softmax_scale_log2 - lse[j].y));
           const float2 prob = unpack<Element>(packed);
-          dscores[j / 2][j % 2 * 2 + half] = pack<Element>(prob.x * (dprobs[0][j][2 * half] - delta[j].x),
-                                                           prob.y * (dprobs[0][j][2 * half + 1] - delta[j].y));
+          dscores[j / 2][j % 2 * 2 + half] =
+              pack<Element>(prob.x * dprobs[0][j][2 * half], prob.y * dprobs[0][j][2 * half + 1]);
         }
       store(shared.probs[stage(number)], probs);
       store(shared.dscores[stage(number)], dscores);
@@ -200,10 +204,10 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       shared.stages[0].handover.wait_full(0);
       begin_both(0, scores, dprobs, ptx::recomputed(0));
       ptx::wgmma_wait<0>();
-      share(0, step, scores, dprobs);
+      share(0, scores, dprobs);
     }
     // The rest of a step, and the beginning of the next.
-    const auto run_step = [&](BackwardStep next) {
+    const auto run_step = [&] {
       const uint32_t now = stage(number);
       const QueryStage<LayoutQ>& rows = shared.stages[now];
       float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][COL_TILES][4];
@@ -216,8 +220,8 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       begin_sum<Element>(acc_dv, shared.probs[now], rows.dout, warpgroup);
       begin_sum<Element>(acc_dk, shared.dscores[now], rows.q, warpgroup);
       ptx::wgmma_wait<2>();  // dq
-      const bool is_last = next.head >= work.end_head;
-      add_dq_of(step, acc_dq, [&] {
+      const bool is_last = number + 1 == steps;
+      add_dq_of(number, acc_dq, [&] {
         // After the last step of what lies there, and used nowhere.
         if (!is_last) shared.stages[now ^ 1].handover.wait_full(phase(number + 1));
         begin_both(number + 1, scores, dprobs, 0);
@@ -229,13 +233,11 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       shared.stages[now].handover.release(is_speaker);
       ptx::wgmma_wait<0>();
       ++number;
-      if (!is_last) share(number, next, scores, dprobs);
+      if (!is_last) share(number, scores, dprobs);
     };
 
-    for (BackwardStep next; step.head < work.end_head; step = next) {
-      next = step_after<false>(step, work);
-      run_step(next);
-    }
+    do run_step();
+    while (number < steps);
     if (IN_ORDER) pass_turn(shared.turns[warpgroup], warpgroup);
   }
 
@@ -253,7 +255,7 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
   extern __shared__ __align__(1024) char smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
 
-  run_roles<LayoutQ, LayoutKV>(arguments, shared, [&](int warpgroup) {
+  run_roles<LayoutQ, LayoutKV, IN_ORDER>(arguments, shared, [&](int warpgroup) {
     compute<Element, IN_ORDER>(arguments, shared, warpgroup);
   });
 #else
