@@ -59,11 +59,13 @@ using LayoutS = PanelLayout<TILE_N, TILE_M>;
 using Work = BackwardWork<TILE_M, TILE_N, true>;
 
 struct SharedStorage {
+  static constexpr int Q_STAGES = 3, DOUT_STAGES = 2;
   SwizzledTile<LayoutKV> k, v;
   SwizzledTile<LayoutS> dscores[2];  // transposed
-  QueryStage<LayoutQ> stages[2];
+  SwizzledTile<LayoutQ> q[Q_STAGES], dout[DOUT_STAGES];
+  alignas(16) float lse_log2[Q_STAGES][TILE_M], delta[DOUT_STAGES][TILE_M];
   alignas(128) float dq[WARPGROUPS * 4][16 * DQ_COLS];  // of each warp, on its way
-  Handover keys;
+  Handover keys, q_handover[Q_STAGES], dout_handover[DOUT_STAGES];
   StepNote notes[NOTES];
   Turn turns[WARPGROUPS];
   uint64_t full[2];  // of dscores
@@ -135,7 +137,9 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
   ptx::hold(acc_dv);
 
   if (work.first_head < work.end_head) {
-    uint32_t number = 0;  // of the step; two of each tile are there, and are used in turn
+    uint32_t number = 0;  // of the step; two dout and dscores are there, and are used in turn
+    RingPlace<SharedStorage::Q_STAGES> q_place;
+    int last_q = 0;  // the stage of the last step
     const uint32_t steps = ptx::uniform(step_count(work));
     const int first_key = work.n_tile * TILE_N;
     const auto stage = [&](uint32_t number) { return number % 2; };
@@ -185,30 +189,33 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     uint32_t weights[ROW_BLOCKS][4];  // probs, then dscores: packed, with the rows as K
     const auto run_step = [&] {
       const uint32_t now = stage(number);
-      QueryStage<LayoutQ>& rows = shared.stages[now];
+      const SwizzledTile<LayoutQ>&q = shared.q[q_place.stage], &dout = shared.dout[now];
       float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][DQ_TILES][4];
 
-      rows.handover.wait_full(phase(number));
+      shared.q_handover[q_place.stage].wait_full(q_place.phase);
       ptx::wgmma_fence();
-      begin_scores<Element>(scores, shared.k, warpgroup_key, rows.q, false);
+      begin_scores<Element>(scores, shared.k, warpgroup_key, q, false);
       // All that a step reads besides, beside that product: shared memory is slow to answer while products read it.
       const StepNote& note = shared.notes[number % NOTES];
       float2 lse[ROW_TILES];
-      read_statistic(lse, rows.lse_log2, lane_index());
-      start_from_delta(dprobs, rows.delta, lane_index());
+      constexpr int EARLY = ROW_TILES < 8 ? ROW_TILES : 8;  // as far as registers go
+      read_statistic<0, EARLY>(lse, shared.lse_log2[q_place.stage], lane_index());
       const int is_masked = note.is_masked;
+      shared.dout_handover[now].wait_full(phase(number));
+      start_from_delta(dprobs, shared.delta[now], lane_index());
       if (number > 0) hand_on();
       ptx::wgmma_wait<1>();  // dk of the last step
       ptx::hold(acc_dk);
       ptx::hold(dprobs);
-      // Of q and dout, which products read, and of lse and delta: before dk all four warps have read them.
-      if (number > 0) shared.stages[now ^ 1].handover.release(is_speaker);
+      // Products have read it; and lse, before dk, all four warps.
+      if (number > 0) shared.q_handover[last_q].release(is_speaker);
       ptx::wgmma_fence();
-      begin_scores<Element>(dprobs, shared.v, warpgroup_key, rows.dout, true);
+      begin_scores<Element>(dprobs, shared.v, warpgroup_key, dout, true);
 
       const float softmax_scale_log2 = p.softmax_scale * LOG2_E;
       ptx::wgmma_wait<1>();  // scores
       ptx::hold(scores);
+      read_statistic<EARLY, ROW_TILES>(lse, shared.lse_log2[q_place.stage], lane_index());
       if (ptx::recomputed(is_masked))  // not asked before: the answer of shared memory would be waited for
         mask_scores_transposed(scores, mask, note.first_row, first_key + warpgroup_key + warp_row(), lane_index());
 #pragma unroll
@@ -221,11 +228,12 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 
       ptx::hold(acc_dv);
       ptx::wgmma_fence();
-      begin_sum<Element>(acc_dv, weights, rows.dout);
+      begin_sum<Element>(acc_dv, weights, dout);
       begin_dq_of(number - 1, acc_dq);  // in the first step of what lies there, and added nowhere
       ptx::wgmma_wait<1>();  // dprobs, dv
       ptx::hold(dprobs);
       ptx::hold(acc_dv);
+      shared.dout_handover[now].release(is_speaker);  // and delta has been read before
 #pragma unroll
       for (int j = 0; j < ROW_TILES; ++j)
 #pragma unroll
@@ -243,10 +251,12 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 
       ptx::hold(acc_dk);
       ptx::wgmma_fence();
-      begin_sum<Element>(acc_dk, weights, rows.q);
+      begin_sum<Element>(acc_dk, weights, q);
       ptx::wgmma_wait<1>();  // dq of the last step
       stage_dq(acc_dq);
       ++number;
+      last_q = q_place.stage;
+      q_place.advance();
     };
 
     do run_step();

@@ -20,14 +20,6 @@ struct BackwardArguments {
   TensorMap q, k, v, dout;
 };
 
-// The query rows of a step.
-template <class LayoutQ>
-struct QueryStage {
-  SwizzledTile<LayoutQ> q, dout;
-  alignas(16) float lse_log2[LayoutQ::ROWS], delta[LayoutQ::ROWS];
-  Handover handover;
-};
-
 // What those that compute need to know of a step. Who loads works it out: their registers are short, and so is the time
 // between two steps.
 struct StepNote {
@@ -48,18 +40,18 @@ struct Turn {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Reads lse or delta of the columns of scores^T that a thread holds.
-template <int ROW_TILES>
+// Reads lse or delta of the columns of scores^T that a thread holds, in accumulators [BEGIN, END).
+template <int BEGIN, int END, int ROW_TILES>
 __device__ __forceinline__ void read_statistic(float2 (&statistic)[ROW_TILES], const float* rows, int lane) {
 #pragma unroll
-  for (int j = 0; j < ROW_TILES; ++j) statistic[j] = *reinterpret_cast<const float2*>(&rows[8 * j + lane % 4 * 2]);
+  for (int j = BEGIN; j < END; ++j) statistic[j] = *reinterpret_cast<const float2*>(&rows[8 * j + lane % 4 * 2]);
 }
 
 // Lets dprobs^T begin with -delta.
 template <int ROW_TILES>
 __device__ __forceinline__ void start_from_delta(float (&dprobs)[1][ROW_TILES][4], const float* delta, int lane) {
   float2 statistic[ROW_TILES];
-  read_statistic(statistic, delta, lane);
+  read_statistic<0, ROW_TILES>(statistic, delta, lane);
 #pragma unroll
   for (int j = 0; j < ROW_TILES; ++j)
 #pragma unroll
@@ -82,6 +74,18 @@ __device__ __forceinline__ int dq_turn(const Mask& mask, int n_tile, int first_r
   return (mask.end_key(min(first_row + TILE_M, mask.seqlen_q) - 1) - 1) / TILE_N - n_tile;
 }
 
+// Begins to fill a tile with rows of q or dout, and `smem_statistic` with lse or delta of these rows, once all have
+// finished with what is there.
+template <class LayoutQ>
+__device__ __forceinline__ void refill(SwizzledTile<LayoutQ>& tile, float (&smem_statistic)[LayoutQ::ROWS],
+                                       Handover& handover, uint32_t phase, const TensorMap& tensor,
+                                       const float* statistic, int first_row, int head, int batch) {
+  handover.wait_empty(phase);
+  handover.expect(LayoutQ::BYTES + sizeof(smem_statistic));
+  load_tile(tile, handover, tensor, first_row, head, batch);
+  ptx::bulk_load(smem_address(smem_statistic), statistic, sizeof(smem_statistic), smem_address(&handover.full));
+}
+
 // What the loading warpgroup does, one thread of it: the keys, then the query rows of each step.
 template <class LayoutQ, class LayoutKV, bool IN_ORDER, class SharedStorage>
 __device__ __forceinline__ void load_steps(const BackwardArguments& arguments, SharedStorage& shared) {
@@ -89,38 +93,37 @@ __device__ __forceinline__ void load_steps(const BackwardArguments& arguments, S
   const AttnProblem& p = params.problem;
   constexpr int TILE_M = LayoutQ::ROWS, TILE_N = LayoutKV::ROWS;
   const Mask mask(p);
-  const auto& work = shared.work;
+  const auto work = shared.work;  // a copy: shared memory is slow to answer while products read it
   BackwardStep step = first_step(work);
   if (step.head >= work.end_head) return;
+  const int first_key = work.n_tile * TILE_N;
   shared.keys.expect(2 * LayoutKV::BYTES);
-  load_tile(shared.k, shared.keys, arguments.k, work.n_tile * LayoutKV::ROWS, work.kv_head, work.batch);
-  load_tile(shared.v, shared.keys, arguments.v, work.n_tile * LayoutKV::ROWS, work.kv_head, work.batch);
+  load_tile(shared.k, shared.keys, arguments.k, first_key, work.kv_head, work.batch);
+  load_tile(shared.v, shared.keys, arguments.v, first_key, work.kv_head, work.batch);
 
-  RingPlace<2> place;
+  RingPlace<SharedStorage::Q_STAGES> q_place;
+  RingPlace<SharedStorage::DOUT_STAGES> dout_place;
 #pragma unroll 1  // few registers
   for (uint32_t number = 0; step.head < work.end_head; ++number, step = step_after<false>(step, work)) {
     const int first_row = step.m_tile * TILE_M;
     const int64_t statistics =
         (static_cast<int64_t>(work.batch) * p.num_heads + step.head) * padded_rows(p.seqlen_q) + first_row;
-    QueryStage<LayoutQ>& stage = shared.stages[place.stage];
-    constexpr uint32_t STATISTICS_BYTES = sizeof(stage.delta);
-    stage.handover.wait_empty(place.phase);
     StepNote& note = shared.notes[number % NOTES];
     note.dq = statistics * HEAD_DIM;
     note.first_row = first_row;
-    note.is_masked = !mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), work.n_tile * TILE_N,
-                                       (work.n_tile + 1) * TILE_N);
+    note.is_masked = !mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N);
     if constexpr (IN_ORDER) {
       note.counter = statistics / TILE_M * BACKWARD_WARPGROUPS;
       note.turn = dq_turn<TILE_M, TILE_N>(mask, work.n_tile, first_row);
     }
-    stage.handover.expect(2 * (LayoutQ::BYTES + STATISTICS_BYTES));  // the note is there too, for who sees it
-    load_tile(stage.q, stage.handover, arguments.q, first_row, step.head, work.batch);
-    load_tile(stage.dout, stage.handover, arguments.dout, first_row, step.head, work.batch);
-    const uint32_t full = smem_address(&stage.handover.full);
-    ptx::bulk_load(smem_address(stage.lse_log2), params.lse_log2 + statistics, STATISTICS_BYTES, full);
-    ptx::bulk_load(smem_address(stage.delta), params.delta + statistics, STATISTICS_BYTES, full);
-    place.advance();
+    // Who sees q sees the note.
+    refill(shared.q[q_place.stage], shared.lse_log2[q_place.stage], shared.q_handover[q_place.stage], q_place.phase,
+           arguments.q, params.lse_log2 + statistics, first_row, step.head, work.batch);
+    const int to = dout_place.stage;
+    refill(shared.dout[to], shared.delta[to], shared.dout_handover[to], dout_place.phase, arguments.dout,
+           params.delta + statistics, first_row, step.head, work.batch);
+    q_place.advance();
+    dout_place.advance();
   }
 }
 
@@ -187,7 +190,8 @@ __device__ __forceinline__ void run_roles(const BackwardArguments& arguments, Sh
   if (threadIdx.x == 0) {
     shared.work = decltype(shared.work)(arguments.params);
     shared.keys.init(BACKWARD_WARPGROUPS);
-    for (QueryStage<LayoutQ>& stage : shared.stages) stage.handover.init(BACKWARD_WARPGROUPS);
+    for (Handover& handover : shared.q_handover) handover.init(BACKWARD_WARPGROUPS);
+    for (Handover& handover : shared.dout_handover) handover.init(BACKWARD_WARPGROUPS);
     for (Turn& turn : shared.turns) turn = {};
     // Of tiles that both warpgroups write: an arrival of each warp.
     for (uint64_t& barrier : shared.full) ptx::mbarrier_init(smem_address(&barrier), BACKWARD_WARPGROUPS * 4);

@@ -41,10 +41,12 @@ using LayoutS = PanelLayout<TILE_N, TILE_M>;
 using Work = BackwardWork<TILE_M, TILE_N, true>;
 
 struct SharedStorage {
+  static constexpr int Q_STAGES = 2, DOUT_STAGES = 2;
   SwizzledTile<LayoutKV> k, v;
   SwizzledTile<LayoutS> probs[2], dscores[2];  // transposed
-  QueryStage<LayoutQ> stages[2];
-  Handover keys;
+  SwizzledTile<LayoutQ> q[Q_STAGES], dout[DOUT_STAGES];
+  alignas(16) float lse_log2[Q_STAGES][TILE_M], delta[DOUT_STAGES][TILE_M];
+  Handover keys, q_handover[Q_STAGES], dout_handover[DOUT_STAGES];
   StepNote notes[NOTES];
   Turn turns[WARPGROUPS];
   uint64_t full[2];  // of probs and dscores
@@ -160,26 +162,25 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     // first step: it would keep the descriptors of both places that call this, and has no registers for them.
     const auto begin_both = [&](uint32_t number, float(&scores)[1][ROW_TILES][4], float(&dprobs)[1][ROW_TILES][4],
                                 int offset) {
-      const QueryStage<LayoutQ>& rows = shared.stages[stage(number)];
-      start_from_delta(dprobs, rows.delta + warpgroup * ROWS, lane_index());
+      const int now = stage(number);
+      start_from_delta(dprobs, shared.delta[now] + warpgroup * ROWS, lane_index());
       ptx::hold(dprobs);
       ptx::wgmma_fence();
-      begin_scores<Element>(scores, shared.k, rows.q, warpgroup * ROWS, offset, false);
-      begin_scores<Element>(dprobs, shared.v, rows.dout, warpgroup * ROWS, offset, true);
+      begin_scores<Element>(scores, shared.k, shared.q[now], warpgroup * ROWS, offset, false);
+      begin_scores<Element>(dprobs, shared.v, shared.dout[now], warpgroup * ROWS, offset, true);
     };
     // Makes probs and dscores of them. Of two stages of both one is written while the other warpgroup may still read
     // the other; that it has finished with the one before that, it says with those of the last step.
     const auto share = [&](uint32_t number, float(&scores)[1][ROW_TILES][4], float(&dprobs)[1][ROW_TILES][4]) {
       ptx::hold(scores);
       ptx::hold(dprobs);
-      const QueryStage<LayoutQ>& rows = shared.stages[stage(number)];
       const StepNote& note = shared.notes[number % NOTES];
       if (note.is_masked)
         mask_scores_transposed(scores, mask, note.first_row + warpgroup * ROWS, work.n_tile * TILE_N + warp_row(),
                                lane_index());
       const float softmax_scale_log2 = p.softmax_scale * LOG2_E;
       float2 lse[ROW_TILES];
-      read_statistic(lse, rows.lse_log2 + warpgroup * ROWS, lane_index());
+      read_statistic<0, ROW_TILES>(lse, shared.lse_log2[stage(number)] + warpgroup * ROWS, lane_index());
       uint32_t probs[ROW_BLOCKS][4], dscores[ROW_BLOCKS][4];
 #pragma unroll
       for (int j = 0; j < ROW_TILES; ++j)
@@ -201,7 +202,8 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 
     {
       float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4];
-      shared.stages[0].handover.wait_full(0);
+      shared.q_handover[0].wait_full(0);
+      shared.dout_handover[0].wait_full(0);
       begin_both(0, scores, dprobs, ptx::recomputed(0));
       ptx::wgmma_wait<0>();
       share(0, scores, dprobs);
@@ -209,7 +211,6 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     // The rest of a step, and the beginning of the next.
     const auto run_step = [&] {
       const uint32_t now = stage(number);
-      const QueryStage<LayoutQ>& rows = shared.stages[now];
       float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][COL_TILES][4];
 
       ptx::mbarrier_wait(smem_address(&shared.full[now]), phase(number));
@@ -217,20 +218,24 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       ptx::hold(acc_dk);
       ptx::wgmma_fence();
       begin_dq<Element>(acc_dq, shared.dscores[now], shared.k, warpgroup);
-      begin_sum<Element>(acc_dv, shared.probs[now], rows.dout, warpgroup);
-      begin_sum<Element>(acc_dk, shared.dscores[now], rows.q, warpgroup);
+      begin_sum<Element>(acc_dv, shared.probs[now], shared.dout[now], warpgroup);
+      begin_sum<Element>(acc_dk, shared.dscores[now], shared.q[now], warpgroup);
       ptx::wgmma_wait<2>();  // dq
       const bool is_last = number + 1 == steps;
       add_dq_of(number, acc_dq, [&] {
         // After the last step of what lies there, and used nowhere.
-        if (!is_last) shared.stages[now ^ 1].handover.wait_full(phase(number + 1));
+        if (!is_last) {
+          shared.q_handover[now ^ 1].wait_full(phase(number + 1));
+          shared.dout_handover[now ^ 1].wait_full(phase(number + 1));
+        }
         begin_both(number + 1, scores, dprobs, 0);
       });
       ptx::wgmma_wait<2>();  // dv, dk
       ptx::hold(acc_dv);
       ptx::hold(acc_dk);
       // Of q and dout, which products read; lse and delta all four warps have read before these products.
-      shared.stages[now].handover.release(is_speaker);
+      shared.q_handover[now].release(is_speaker);
+      shared.dout_handover[now].release(is_speaker);
       ptx::wgmma_wait<0>();
       ++number;
       if (!is_last) share(number, scores, dprobs);
