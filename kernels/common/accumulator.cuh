@@ -22,6 +22,18 @@ struct AccLayout {
   }
 };
 
+// The numbers of a lane in the piece from `piece` on.
+__device__ __forceinline__ void load_piece(float (&x)[4], const float* piece, int lane) {
+  const float* at = piece + lane * AccLayout::LANE_STRIDE;
+#if __CUDA_ARCH__ >= 900
+  const float4 all = *reinterpret_cast<const float4*>(at);
+  x[0] = all.x, x[1] = all.y, x[2] = all.z, x[3] = all.w;
+#else
+#pragma unroll
+  for (int r = 0; r < 4; ++r) x[r] = at[r * AccLayout::NUMBER_STRIDE];
+#endif
+}
+
 // Adds the accumulators of a warp to the pieces from `piece` on, of a sum with COLS columns.
 template <int COLS, int M_TILES, int N_TILES>
 __device__ __forceinline__ void add_to_pieces(float* piece, const float (&acc)[M_TILES][N_TILES][4],

@@ -64,11 +64,10 @@ struct SharedStorage {
   SwizzledTile<LayoutS> dscores[2];  // transposed
   SwizzledTile<LayoutQ> q[Q_STAGES], dout[DOUT_STAGES];
   alignas(16) float lse_log2[Q_STAGES][TILE_M], delta[DOUT_STAGES][TILE_M];
-  alignas(128) float dq[WARPGROUPS * 4][16 * DQ_COLS];  // of each warp, on its way
+  alignas(128) float dq[WARPGROUPS][4][16 * DQ_COLS];  // of each warp, on its way
   Handover keys, q_handover[Q_STAGES], dout_handover[DOUT_STAGES];
   StepNote notes[NOTES];
-  Turn turns[WARPGROUPS];
-  uint64_t full[2];  // of dscores
+  Handover dscores_handover[2], dq_handover[WARPGROUPS];
   Work work;
 };
 static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
@@ -77,16 +76,16 @@ static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
 
 // ---- device steps: computing ------------------------------------------------------------------------
 
-// Begins acc = keys rows^T, of a warpgroup's keys, or acc += keys rows^T.
+// Begins acc = keys rows^T, of a warpgroup's keys.
 template <class Element>
 __device__ __forceinline__ void begin_scores(float (&acc)[1][ROW_TILES][4], const SwizzledTile<LayoutKV>& keys,
-                                             int first_key, const SwizzledTile<LayoutQ>& rows, bool accumulate) {
+                                             int first_key, const SwizzledTile<LayoutQ>& rows) {
   const MatrixDescriptor<LayoutKV> a = k_major<LayoutKV>(smem_address(&keys) + first_key * LayoutKV::ROW_BYTES);
   const MatrixDescriptor<LayoutQ> b = k_major<LayoutQ>(smem_address(&rows));
 #pragma unroll
   for (int block = 0; block < HEAD_BLOCKS; ++block)
     ptx::Wgmma<Element, TILE_M>::template ss<false, false>(acc[0], a.after(k_major_step<LayoutKV>(block)),
-                                                           b.after(k_major_step<LayoutQ>(block)), accumulate || block > 0);
+                                                           b.after(k_major_step<LayoutQ>(block)), block > 0);
   ptx::wgmma_commit();
 }
 
@@ -117,8 +116,46 @@ __device__ __forceinline__ void begin_dq(float (&acc)[1][DQ_TILES][4], const Swi
   ptx::wgmma_commit();
 }
 
+// Where a warpgroup's part of dq begins.
+__device__ __forceinline__ int dq_row(int warpgroup) { return SHARE_ROWS ? warpgroup * 64 : 0; }
+__device__ __forceinline__ int dq_col(int warpgroup) { return SHARE_ROWS ? 0 : warpgroup * DQ_COLS; }
+
+// What a warp does for warpgroup `warpgroup`: adds its parts of dq. Four lanes, those of a warp each.
+template <bool IN_ORDER>
+__device__ __forceinline__ void add_dq(const BwdParams& params, SharedStorage& shared, int warpgroup) {
+  const int lane = threadIdx.x % 32;
+  // Of the last columns there may be fewer.
+  const int cols = min(DQ_COLS, HEAD_DIM - dq_col(warpgroup));
+  const uint32_t steps = ptx::uniform(step_count(shared.work));
+  Handover& handover = shared.dq_handover[warpgroup];
+#pragma unroll 1  // few registers
+  for (uint32_t number = 0; number < steps; ++number) {
+    handover.wait_full(number % 2);
+    const StepNote& note = shared.notes[number % NOTES];
+    int32_t* const counter = IN_ORDER ? params.dq_turn + note.counter + warpgroup : nullptr;
+    if (IN_ORDER) {
+      if (lane == 0) wait_for_turn(counter, note.turn);
+      __syncwarp();  // no lane adds before
+    }
+    if (lane < 4) {
+      float* const to = params.dq_acc + note.dq + AccLayout::piece(dq_row(warpgroup) + 16 * lane, dq_col(warpgroup), HEAD_DIM);
+      ptx::bulk_add(to, smem_address(&shared.dq[warpgroup][lane]), 16 * cols * sizeof(float));
+      ptx::bulk_wait_read();
+    }
+    __syncwarp();  // all four parts have been read
+    handover.release(lane == 0);
+    if (IN_ORDER) {
+      // Additions of the copy engine are complete in L2 when they have been waited for: ordinary release and acquire
+      // suffice.
+      if (lane < 4) ptx::bulk_wait();
+      __syncwarp();  // all four have
+      if (lane == 0) ptx::store_release(counter, note.turn + 1);
+    }
+  }
+}
+
 // What computing warpgroup `warpgroup` does.
-template <class Element, bool IN_ORDER>
+template <class Element>
 __device__ __forceinline__ void compute(const BackwardArguments& arguments, SharedStorage& shared, int warpgroup) {
   const BwdParams& params = arguments.params;
   const AttnProblem& p = params.problem;
@@ -147,42 +184,27 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 
     shared.keys.wait_full(0);
 
-    // dq of a step that has its dscores: its product, and its addition.
-    const int dq_row = SHARE_ROWS ? warpgroup * 64 : 0, dq_col = SHARE_ROWS ? 0 : warpgroup * DQ_COLS;
+    // The product of dq of a step that has its dscores.
     const auto begin_dq_of = [&](uint32_t number, float(&acc_dq)[1][DQ_TILES][4]) {
-      // dscores of both warpgroups are there. Both have finished with those of the step before: they arrive after
-      // that.
-      ptx::mbarrier_wait(smem_address(&shared.full[stage(number)]), phase(number));
+      shared.dscores_handover[stage(number)].wait_full(phase(number));  // dscores of both warpgroups are there
       ptx::wgmma_fence();
-      begin_dq<Element>(acc_dq, shared.dscores[stage(number)], dq_row, shared.k, dq_col);
+      begin_dq<Element>(acc_dq, shared.dscores[stage(number)], dq_row(warpgroup), shared.k,
+                        dq_col(warpgroup));
     };
-    // Where this warp's part of dq begins, and its bytes: of the second warpgroup's columns there may be fewer.
-    const auto staged_dq = [&] { return smem_address(&shared.dq[warpgroup * 4 + ptx::thread_index() / 32 % 4]); };
-    constexpr int LAST_COLS = HEAD_DIM % DQ_COLS == 0 ? DQ_COLS : HEAD_DIM % DQ_COLS;
-    const uint32_t dq_bytes = 16 * (warpgroup == 0 ? DQ_COLS : LAST_COLS) * sizeof(float);
     // For the copy engine to add. In registers it would hold up the next step: they are read one by one.
-    const auto stage_dq = [&](float(&acc_dq)[1][DQ_TILES][4]) {
+    Handover& dq_handover = shared.dq_handover[warpgroup];
+    const auto stage_dq_of = [&](uint32_t number, float(&acc_dq)[1][DQ_TILES][4]) {
       ptx::hold(acc_dq);
-      if (lane_index() == 0) ptx::bulk_wait_read();
-      __syncwarp();  // what lay there has been read
-      const uint32_t to = staged_dq() + lane_index() * AccLayout::LANE_STRIDE * sizeof(float);
+      dq_handover.wait_empty(number % 2);
+      const uint32_t to = smem_address(&shared.dq[warpgroup][ptx::thread_index() / 32 % 4]) +
+                          lane_index() * AccLayout::LANE_STRIDE * sizeof(float);
 #pragma unroll
       for (int j = 0; j < DQ_TILES; ++j) ptx::store_v4(to + j * AccLayout::PIECE * sizeof(float), acc_dq[0][j]);
     };
-    const auto add_dq_of = [&](uint32_t number) {
-      if (!IN_ORDER && lane_index() != 0) return;
-      add_dq<IN_ORDER>(params, shared.notes[number % NOTES], shared.turns[warpgroup], warpgroup, dq_row + warp_row(),
-                       dq_col, [&](float* piece) {
-                         if (lane_index() == 0) ptx::bulk_add(piece, staged_dq(), dq_bytes);
-                       });
-    };
-    // What the last step, `number` - 1, has stored: dscores, for the other warpgroup's product too, and dq of the one
-    // before. It also says that this warpgroup has finished with that one's dscores.
-    const auto hand_on = [&] {
+    const auto hand_on = [&](Handover& handover) {
       ptx::proxy_fence();
       __syncwarp();  // all lanes' part is there
-      if (lane_index() == 0) ptx::mbarrier_arrive(smem_address(&shared.full[stage(number - 1)]));
-      if (number > 1) add_dq_of(number - 2);
+      if (lane_index() == 0) handover.publish();
     };
 
     // A step, dq of the last one, and the addition of that of the one before.
@@ -194,28 +216,26 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 
       shared.q_handover[q_place.stage].wait_full(q_place.phase);
       ptx::wgmma_fence();
-      begin_scores<Element>(scores, shared.k, warpgroup_key, q, false);
-      // All that a step reads besides, beside that product: shared memory is slow to answer while products read it.
+      begin_scores<Element>(scores, shared.k, warpgroup_key, q);
+      // Read beside that product: shared memory is slow to answer while products read it.
       const StepNote& note = shared.notes[number % NOTES];
-      float2 lse[ROW_TILES];
-      constexpr int EARLY = ROW_TILES < 8 ? ROW_TILES : 8;  // as far as registers go
-      read_statistic<0, EARLY>(lse, shared.lse_log2[q_place.stage], lane_index());
+      float2 statistic[ROW_TILES];  // lse, then delta
+      constexpr int EARLY_LSE = 8, EARLY_DELTA = 6;  // as far as registers go
+      read_statistic<0, EARLY_LSE>(statistic, shared.lse_log2[q_place.stage], lane_index());
       const int is_masked = note.is_masked;
-      shared.dout_handover[now].wait_full(phase(number));
-      start_from_delta(dprobs, shared.delta[now], lane_index());
-      if (number > 0) hand_on();
       ptx::wgmma_wait<1>();  // dk of the last step
       ptx::hold(acc_dk);
-      ptx::hold(dprobs);
       // Products have read it; and lse, before dk, all four warps.
       if (number > 0) shared.q_handover[last_q].release(is_speaker);
+      shared.dout_handover[now].wait_full(phase(number));
       ptx::wgmma_fence();
-      begin_scores<Element>(dprobs, shared.v, warpgroup_key, dout, true);
+      begin_scores<Element>(dprobs, shared.v, warpgroup_key, dout);
 
       const float softmax_scale_log2 = p.softmax_scale * LOG2_E;
       ptx::wgmma_wait<1>();  // scores
       ptx::hold(scores);
-      read_statistic<EARLY, ROW_TILES>(lse, shared.lse_log2[q_place.stage], lane_index());
+      if (number == 0 && warpgroup == 1) ptx::named_barrier_sync(1, WARPGROUPS * WARPGROUP_THREADS);
+      read_statistic<EARLY_LSE, ROW_TILES>(statistic, shared.lse_log2[q_place.stage], lane_index());
       if (ptx::recomputed(is_masked))  // not asked before: the answer of shared memory would be waited for
         mask_scores_transposed(scores, mask, note.first_row, first_key + warpgroup_key + warp_row(), lane_index());
 #pragma unroll
@@ -223,27 +243,32 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 #pragma unroll
         for (int half = 0; half < 2; ++half)
           weights[j / 2][j % 2 * 2 + half] =
-              pack<Element>(ptx::exp2(scores[0][j][2 * half] * softmax_scale_log2 - lse[j].x),
-                            ptx::exp2(scores[0][j][2 * half + 1] * softmax_scale_log2 - lse[j].y));
+              pack<Element>(ptx::exp2(scores[0][j][2 * half] * softmax_scale_log2 - statistic[j].x),
+                            ptx::exp2(scores[0][j][2 * half + 1] * softmax_scale_log2 - statistic[j].y));
 
+      if (number == 0 && warpgroup == 0) ptx::named_barrier_arrive(1, WARPGROUPS * WARPGROUP_THREADS);
       ptx::hold(acc_dv);
       ptx::wgmma_fence();
       begin_sum<Element>(acc_dv, weights, dout);
+      if (number > 1) hand_on(dq_handover);  // of the last step
       begin_dq_of(number - 1, acc_dq);  // in the first step of what lies there, and added nowhere
+      read_statistic<0, EARLY_DELTA>(statistic, shared.delta[now], lane_index());
       ptx::wgmma_wait<1>();  // dprobs, dv
       ptx::hold(dprobs);
       ptx::hold(acc_dv);
-      shared.dout_handover[now].release(is_speaker);  // and delta has been read before
+      read_statistic<EARLY_DELTA, ROW_TILES>(statistic, shared.delta[now], lane_index());
 #pragma unroll
       for (int j = 0; j < ROW_TILES; ++j)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           uint32_t& weight = weights[j / 2][j % 2 * 2 + half];
           const float2 prob = unpack<Element>(weight);
-          weight = pack<Element>(prob.x * dprobs[0][j][2 * half], prob.y * dprobs[0][j][2 * half + 1]);
+          weight = pack<Element>(prob.x * (dprobs[0][j][2 * half] - statistic[j].x),
+                                 prob.y * (dprobs[0][j][2 * half + 1] - statistic[j].y));
         }
       const int lane = lane_index();
       const uint32_t dscores = smem_address(&shared.dscores[now]);
+      shared.dscores_handover[now].wait_empty(phase(number));
 #pragma unroll
       for (int block = 0; block < ROW_BLOCKS; ++block)
         ptx::stmatrix_x4(dscores + LayoutS::chunk_offset(warpgroup_key + warp_row() + lane % 16, 2 * block + lane / 16),
@@ -252,8 +277,13 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       ptx::hold(acc_dk);
       ptx::wgmma_fence();
       begin_sum<Element>(acc_dk, weights, q);
+      hand_on(shared.dscores_handover[now]);
       ptx::wgmma_wait<1>();  // dq of the last step
-      stage_dq(acc_dq);
+      shared.dout_handover[now].release(is_speaker);  // products have read it, and delta, before dk, all four warps
+      if (number > 0) {
+        shared.dscores_handover[now ^ 1].release(is_speaker);
+        stage_dq_of(number - 1, acc_dq);
+      }
       ++number;
       last_q = q_place.stage;
       q_place.advance();
@@ -262,18 +292,14 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     do run_step();
     while (number < steps);
 
-    hand_on();
+    if (number > 1) hand_on(dq_handover);
     float acc_dq[1][DQ_TILES][4];
     begin_dq_of(number - 1, acc_dq);
     ptx::wgmma_wait<0>();
     ptx::hold(acc_dk);
     ptx::hold(acc_dv);
-    stage_dq(acc_dq);
-    ptx::proxy_fence();
-    __syncwarp();  // all lanes' part is there
-    add_dq_of(number - 1);
-    if (lane_index() == 0) ptx::bulk_wait_read();  // before the block, and its shared memory, ends
-    if (IN_ORDER) pass_turn(shared.turns[warpgroup], warpgroup);
+    stage_dq_of(number - 1, acc_dq);
+    hand_on(dq_handover);
   }
 
   store_dk_dv<Element>(params, work, warpgroup_key + warp_row(), 0, acc_dk, acc_dv, lane_index());
@@ -290,9 +316,14 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
   extern __shared__ __align__(1024) char smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
 
-  run_roles<LayoutQ, LayoutKV, IN_ORDER>(arguments, shared, [&](int warpgroup) {
-    compute<Element, IN_ORDER>(arguments, shared, warpgroup);
-  });
+  run_roles<LayoutQ, LayoutKV, IN_ORDER>(
+      arguments, shared,
+      [&] {
+        // The warps of a warpgroup write it, one warp reads it.
+        for (Handover& handover : shared.dq_handover) handover.init(1, 4);
+      },
+      [&](int warpgroup) { add_dq<IN_ORDER>(arguments.params, shared, warpgroup); },
+      [&](int warpgroup) { compute<Element>(arguments, shared, warpgroup); });
 #else
   __trap();  // the code for other targets is never launched
 #endif

@@ -31,13 +31,6 @@ struct StepNote {
 // So many notes are kept, and warps are never so many steps apart.
 constexpr int NOTES = 8;
 
-// A warpgroup's turn to add to a tile of dq, where turns are taken. It passes one on only when it takes the next: its
-// additions have ended by then.
-struct Turn {
-  int32_t* counter;  // null: none yet
-  int next;
-};
-
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // Reads lse or delta of the columns of scores^T that a thread holds, in accumulators [BEGIN, END).
@@ -45,20 +38,6 @@ template <int BEGIN, int END, int ROW_TILES>
 __device__ __forceinline__ void read_statistic(float2 (&statistic)[ROW_TILES], const float* rows, int lane) {
 #pragma unroll
   for (int j = BEGIN; j < END; ++j) statistic[j] = *reinterpret_cast<const float2*>(&rows[8 * j + lane % 4 * 2]);
-}
-
-// Lets dprobs^T begin with -delta.
-template <int ROW_TILES>
-__device__ __forceinline__ void start_from_delta(float (&dprobs)[1][ROW_TILES][4], const float* delta, int lane) {
-  float2 statistic[ROW_TILES];
-  read_statistic<0, ROW_TILES>(statistic, delta, lane);
-#pragma unroll
-  for (int j = 0; j < ROW_TILES; ++j)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      dprobs[0][j][2 * half] = -statistic[j].x;
-      dprobs[0][j][2 * half + 1] = -statistic[j].y;
-    }
 }
 
 // The order of additions to dq, where their sum has to be the same bits on every run: the key tiles take turns at
@@ -86,7 +65,7 @@ __device__ __forceinline__ void refill(SwizzledTile<LayoutQ>& tile, float (&smem
   ptx::bulk_load(smem_address(smem_statistic), statistic, sizeof(smem_statistic), smem_address(&handover.full));
 }
 
-// What the loading warpgroup does, one thread of it: the keys, then the query rows of each step.
+// What one thread of the first warpgroup does: loads the keys, then the query rows of each step.
 template <class LayoutQ, class LayoutKV, bool IN_ORDER, class SharedStorage>
 __device__ __forceinline__ void load_steps(const BackwardArguments& arguments, SharedStorage& shared) {
   const BwdParams& params = arguments.params;
@@ -127,35 +106,10 @@ __device__ __forceinline__ void load_steps(const BackwardArguments& arguments, S
   }
 }
 
-// Additions of the copy engine are complete in L2 when they have been waited for; those of red the barrier and the release
-// order. So ordinary release and acquire suffice.
-
-// Until it is turn `turn`. One thread's `open` holds what is passed on next.
-__device__ __forceinline__ void take_turn(Turn& open, int32_t* counter, int turn, int warpgroup) {
-  if (threadIdx.x % WARPGROUP_THREADS == 0) {
-    open = {counter, turn + 1};
-    while (ptx::load_acquire(counter) != turn) {
-    }
+// Where turns are taken: until it is turn `turn`. One thread.
+__device__ __forceinline__ void wait_for_turn(const int32_t* counter, int turn) {
+  while (ptx::load_acquire(counter) != turn) {
   }
-  ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);  // no thread adds before its turn
-}
-
-__device__ __forceinline__ void pass_turn(const Turn& open, int warpgroup) {
-  ptx::bulk_wait();
-  ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);  // all additions of the warpgroup are made
-  if (threadIdx.x % WARPGROUP_THREADS == 0 && open.counter != nullptr) ptx::store_release(open.counter, open.next);
-}
-
-// Runs `add`, which adds a warp's part of a tile of dq to the sums from the pointer on that it gets: those of
-// (row, col) of the step's tile on. IN_ORDER in turn, by the warpgroup's own counter of the tile.
-template <bool IN_ORDER, class Add>
-__device__ __forceinline__ void add_dq(const BwdParams& params, const volatile StepNote& note, Turn& open,
-                                       int warpgroup, int row, int col, const Add& add) {
-  if constexpr (IN_ORDER) {
-    pass_turn(open, warpgroup);
-    take_turn(open, params.dq_turn + note.counter + warpgroup, note.turn, warpgroup);
-  }
-  add(params.dq_acc + note.dq + AccLayout::piece(row, col, HEAD_DIM));
 }
 
 // Writes a warp's part of dk and dv, from (row, col) of the block's keys on: sums of a part of the group, or the
@@ -183,18 +137,19 @@ __device__ __forceinline__ void store_dk_dv(const BwdParams& params, const volat
                       p.head_dim - col, lane);
 }
 
-// The roles of a block: a thread of the first warpgroup loads, the others `compute(warpgroup)`.
-template <class LayoutQ, class LayoutKV, bool IN_ORDER, class SharedStorage, class Compute>
-__device__ __forceinline__ void run_roles(const BackwardArguments& arguments, SharedStorage& shared,
-                                          const Compute& compute) {
+// The roles of a block: of the first warpgroup a thread of warp 0 loads, and one of the next warps each does
+// `help(warpgroup)` for a warpgroup that does `compute(warpgroup)`. `init` is for the barriers of that.
+template <class LayoutQ, class LayoutKV, bool IN_ORDER, class SharedStorage, class Init, class Help, class Compute>
+__device__ __forceinline__ void run_roles(const BackwardArguments& arguments, SharedStorage& shared, const Init& init,
+                                          const Help& help, const Compute& compute) {
   if (threadIdx.x == 0) {
     shared.work = decltype(shared.work)(arguments.params);
     shared.keys.init(BACKWARD_WARPGROUPS);
     for (Handover& handover : shared.q_handover) handover.init(BACKWARD_WARPGROUPS);
     for (Handover& handover : shared.dout_handover) handover.init(BACKWARD_WARPGROUPS);
-    for (Turn& turn : shared.turns) turn = {};
-    // Of tiles that both warpgroups write: an arrival of each warp.
-    for (uint64_t& barrier : shared.full) ptx::mbarrier_init(smem_address(&barrier), BACKWARD_WARPGROUPS * 4);
+    // Both warpgroups write them, each warp a part.
+    for (Handover& handover : shared.dscores_handover) handover.init(BACKWARD_WARPGROUPS, BACKWARD_WARPGROUPS * 4);
+    init();
     ptx::mbarrier_init_fence();
   }
   __syncthreads();  // the work and the barriers are there for all
@@ -202,7 +157,12 @@ __device__ __forceinline__ void run_roles(const BackwardArguments& arguments, Sh
   const int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
   if (warpgroup == 0) {
     ptx::release_registers<24>();
-    if (threadIdx.x == 0) load_steps<LayoutQ, LayoutKV, IN_ORDER>(arguments, shared);
+    const int warp = ptx::uniform(threadIdx.x / 32);
+    if (warp == 0) {
+      if (threadIdx.x == 0) load_steps<LayoutQ, LayoutKV, IN_ORDER>(arguments, shared);
+    } else if (warp <= BACKWARD_WARPGROUPS) {
+      help(warp - 1);
+    }
   } else {
     ptx::acquire_registers<240>();
     compute(warpgroup - 1);

@@ -33,6 +33,13 @@ constexpr int HEAD_BLOCKS = HEAD_DIM / 16, COL_TILES = COLS / 8;
 constexpr int ROW_BLOCKS = ROWS / 16, ROW_TILES = ROWS / 8;
 static_assert(ROW_PADDING % TILE_M == 0 && ROW_PADDING % TILE_N == 0);
 
+// A warpgroup's turn to add to a tile of dq, where turns are taken. It passes one on only when it takes the next: its
+// additions have ended by then.
+struct Turn {
+  int32_t* counter;  // null: none yet
+  int next;
+};
+
 constexpr int PANEL_COLS = COLS % 64 == 0 ? 64 : 32;  // a warpgroup's columns are whole panels
 static_assert(COLS % PANEL_COLS == 0);
 using LayoutQ = PanelLayout<TILE_M, HEAD_DIM, PANEL_COLS>;
@@ -49,7 +56,7 @@ struct SharedStorage {
   Handover keys, q_handover[Q_STAGES], dout_handover[DOUT_STAGES];
   StepNote notes[NOTES];
   Turn turns[WARPGROUPS];
-  uint64_t full[2];  // of probs and dscores
+  Handover dscores_handover[2];  // and of probs
   Work work;
 };
 static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
@@ -58,17 +65,16 @@ static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
 
 // ---- device steps -----------------------------------------------------------------------------------
 
-// Begins acc = keys rows^T, of a warpgroup's rows, or acc += keys rows^T. `offset` is 0.
+// Begins acc = keys rows^T, of a warpgroup's rows. `offset` is 0.
 template <class Element>
 __device__ __forceinline__ void begin_scores(float (&acc)[1][ROW_TILES][4], const SwizzledTile<LayoutKV>& keys,
-                                             const SwizzledTile<LayoutQ>& rows, int first_row, int offset,
-                                             bool accumulate) {
+                                             const SwizzledTile<LayoutQ>& rows, int first_row, int offset) {
   const auto a = k_major<LayoutKV>(smem_address(&keys) + offset);
   const auto b = k_major<LayoutQ>(smem_address(&rows) + offset + first_row * LayoutQ::ROW_BYTES);
 #pragma unroll
   for (int block = 0; block < HEAD_BLOCKS; ++block)
     ptx::Wgmma<Element, ROWS>::template ss<false, false>(acc[0], a.after(k_major_step<LayoutKV>(block)),
-                                                         b.after(k_major_step<LayoutQ>(block)), accumulate || block > 0);
+                                                         b.after(k_major_step<LayoutQ>(block)), block > 0);
   ptx::wgmma_commit();
 }
 
@@ -112,6 +118,21 @@ __device__ __forceinline__ void add_tiles(float* piece, const float (&acc)[1][CO
     ptx::red_add_v4(piece + j * AccLayout::PIECE + lane * AccLayout::LANE_STRIDE, acc[0][j]);
 }
 
+// Until it is the step's turn to add. One thread's `open` holds what is passed on next.
+__device__ __forceinline__ void take_turn(Turn& open, int32_t* counters, const StepNote& note, int warpgroup) {
+  if (threadIdx.x % WARPGROUP_THREADS == 0) {
+    open = {counters + note.counter + warpgroup, note.turn + 1};
+    wait_for_turn(open.counter, note.turn);
+  }
+  ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);  // no thread adds before its turn
+}
+
+__device__ __forceinline__ void pass_turn(const Turn& open, int warpgroup) {
+  // All additions of the warpgroup are made, and ordered before the release.
+  ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);
+  if (threadIdx.x % WARPGROUP_THREADS == 0 && open.counter != nullptr) ptx::store_release(open.counter, open.next);
+}
+
 // What computing warpgroup `warpgroup` does.
 template <class Element, bool IN_ORDER>
 __device__ __forceinline__ void compute(const BackwardArguments& arguments, SharedStorage& shared, int warpgroup) {
@@ -139,14 +160,16 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     shared.keys.wait_full(0);
 
     // `between` runs when half of the additions are made, and may use their registers.
-    const auto add_dq_of = [&](uint32_t number, float(&acc_dq)[1][COL_TILES][4], const auto& between) {
+    const auto add_dq_of = [&](const StepNote& note, float(&acc_dq)[1][COL_TILES][4], const auto& between) {
       ptx::hold(acc_dq);
-      add_dq<IN_ORDER>(params, shared.notes[number % NOTES], shared.turns[warpgroup], warpgroup, warp_row(),
-                       warpgroup * COLS, [&](float* piece) {
-                         add_tiles<0, COL_TILES / 2>(piece, acc_dq, lane_index());
-                         between();
-                         add_tiles<COL_TILES / 2, COL_TILES>(piece, acc_dq, lane_index());
-                       });
+      if (IN_ORDER) {
+        pass_turn(shared.turns[warpgroup], warpgroup);
+        take_turn(shared.turns[warpgroup], params.dq_turn, note, warpgroup);
+      }
+      float* const piece = params.dq_acc + note.dq + AccLayout::piece(warp_row(), warpgroup * COLS, HEAD_DIM);
+      add_tiles<0, COL_TILES / 2>(piece, acc_dq, lane_index());
+      between();
+      add_tiles<COL_TILES / 2, COL_TILES>(piece, acc_dq, lane_index());
     };
     // Writes this warp's part of probs or dscores, for the products of both warpgroups.
     const auto store = [&](SwizzledTile<LayoutS>& tile, const uint32_t(&packed)[ROW_BLOCKS][4]) {
@@ -163,11 +186,9 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     const auto begin_both = [&](uint32_t number, float(&scores)[1][ROW_TILES][4], float(&dprobs)[1][ROW_TILES][4],
                                 int offset) {
       const int now = stage(number);
-      start_from_delta(dprobs, shared.delta[now] + warpgroup * ROWS, lane_index());
-      ptx::hold(dprobs);
       ptx::wgmma_fence();
-      begin_scores<Element>(scores, shared.k, shared.q[now], warpgroup * ROWS, offset, false);
-      begin_scores<Element>(dprobs, shared.v, shared.dout[now], warpgroup * ROWS, offset, true);
+      begin_scores<Element>(scores, shared.k, shared.q[now], warpgroup * ROWS, offset);
+      begin_scores<Element>(dprobs, shared.v, shared.dout[now], warpgroup * ROWS, offset);
     };
     // Makes probs and dscores of them. Of two stages of both one is written while the other warpgroup may still read
     // the other; that it has finished with the one before that, it says with those of the last step.
@@ -179,8 +200,9 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
         mask_scores_transposed(scores, mask, note.first_row + warpgroup * ROWS, work.n_tile * TILE_N + warp_row(),
                                lane_index());
       const float softmax_scale_log2 = p.softmax_scale * LOG2_E;
-      float2 lse[ROW_TILES];
+      float2 lse[ROW_TILES], delta[ROW_TILES];
       read_statistic<0, ROW_TILES>(lse, shared.lse_log2[stage(number)] + warpgroup * ROWS, lane_index());
+      read_statistic<0, ROW_TILES>(delta, shared.delta[stage(number)] + warpgroup * ROWS, lane_index());
       uint32_t probs[ROW_BLOCKS][4], dscores[ROW_BLOCKS][4];
 #pragma unroll
       for (int j = 0; j < ROW_TILES; ++j)
@@ -190,14 +212,14 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
           packed = pack<Element>(ptx::exp2(scores[0][j][2 * half] * softmax_scale_log2 - lse[j].x),
                                  ptx::exp2(scores[0][j][2 * half + 1] * softmax_scale_log2 - lse[j].y));
           const float2 prob = unpack<Element>(packed);
-          dscores[j / 2][j % 2 * 2 + half] =
-              pack<Element>(prob.x * dprobs[0][j][2 * half], prob.y * dprobs[0][j][2 * half + 1]);
+          dscores[j / 2][j % 2 * 2 + half] = pack<Element>(prob.x * (dprobs[0][j][2 * half] - delta[j].x),
+                                                           prob.y * (dprobs[0][j][2 * half + 1] - delta[j].y));
         }
       store(shared.probs[stage(number)], probs);
       store(shared.dscores[stage(number)], dscores);
       ptx::proxy_fence();
       __syncwarp();
-      if (lane_index() == 0) ptx::mbarrier_arrive(smem_address(&shared.full[stage(number)]));
+      if (lane_index() == 0) shared.dscores_handover[stage(number)].publish();
     };
 
     {
@@ -213,16 +235,17 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       const uint32_t now = stage(number);
       float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][COL_TILES][4];
 
-      ptx::mbarrier_wait(smem_address(&shared.full[now]), phase(number));
+      shared.dscores_handover[now].wait_full(phase(number));
       ptx::hold(acc_dv);
       ptx::hold(acc_dk);
       ptx::wgmma_fence();
       begin_dq<Element>(acc_dq, shared.dscores[now], shared.k, warpgroup);
       begin_sum<Element>(acc_dv, shared.probs[now], shared.dout[now], warpgroup);
       begin_sum<Element>(acc_dk, shared.dscores[now], shared.q[now], warpgroup);
+      const StepNote note = shared.notes[number % NOTES];
       ptx::wgmma_wait<2>();  // dq
       const bool is_last = number + 1 == steps;
-      add_dq_of(number, acc_dq, [&] {
+      add_dq_of(note, acc_dq, [&] {
         // After the last step of what lies there, and used nowhere.
         if (!is_last) {
           shared.q_handover[now ^ 1].wait_full(phase(number + 1));
@@ -260,9 +283,12 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
   extern __shared__ __align__(1024) char smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
 
-  run_roles<LayoutQ, LayoutKV, IN_ORDER>(arguments, shared, [&](int warpgroup) {
-    compute<Element, IN_ORDER>(arguments, shared, warpgroup);
-  });
+  run_roles<LayoutQ, LayoutKV, IN_ORDER>(
+      arguments, shared,
+      [&] {
+        for (Turn& turn : shared.turns) turn = {};
+      },
+      [](int) {}, [&](int warpgroup) { compute<Element, IN_ORDER>(arguments, shared, warpgroup); });
 #else
   __trap();  // the code for other targets is never launched
 #endif

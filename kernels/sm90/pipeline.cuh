@@ -6,13 +6,13 @@
 #include "swizzled.cuh"
 #include "tensor_map.cuh"
 
-// `full`: the tile is there; one arrival, and its bytes. `empty`: all readers, warpgroups or warps, have finished with
+// `full`: the tile is there; an arrival of each writer, and the bytes of the copy engine. `empty`: all readers, warpgroups or warps, have finished with
 // it.
 struct Handover {
   uint64_t full, empty;
 
-  __device__ void init(int readers) {
-    ptx::mbarrier_init(smem_address(&full), 1);
+  __device__ void init(int readers, int writers = 1) {
+    ptx::mbarrier_init(smem_address(&full), writers);
     ptx::mbarrier_init(smem_address(&empty), readers);
   }
   // `phase` is that of the RingPlace, the same on both sides.
