@@ -10,12 +10,7 @@ __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Arrives without waiting.
-__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-// As sync; whether `x` is true in any of the threads, which all wait. The vote tells the compiler that all lanes get
+// The same; whether `x` is true in any of the threads, which all wait. The vote tells the compiler that all lanes get
 // the same.
 __device__ __forceinline__ bool named_barrier_any(int barrier, int threads, bool x) {
   uint32_t any;

@@ -2,9 +2,10 @@
 // backward: common/delta.cu comes before, common/convert.cu after.
 //
 // grid       one block for each (batch, kv head), part of the head's group, and tile of TILE_N keys
-// block      a warpgroup that loads (one thread of it) and two that compute, of 64 keys each
-// shared     k and v tile; q and dout tiles of two steps, with lse and delta; dscores of two steps; dq on its way:
-//            197 (head_dim 64), 195 KiB (96, 128)
+// block      two warpgroups that compute, of 64 keys each, and one of which a warp loads (one thread of it) and two add
+//            dq, each for one that computes
+// shared     k and v tile; q tiles of three steps, with lse; dout tiles, with delta, and dscores of two; dq on its way:
+//            210 KiB
 // registers  given 24 + 2 x 240, none spilled
 //
 // A block visits, for each query head of its part of the group in turn, the query tiles that see its keys. dk and dv
@@ -13,23 +14,29 @@
 // Scores and dprobs are transposed, keys by rows: their accumulators, packed, are the left operands of dv and dk, and
 // only dscores go through shared memory, for dq. The products of a step that nothing waits for are left to the next
 // one, so that the exponentials and what makes dscores of dprobs have products beside them. A warpgroup issues
-//   scores, dprobs | exponentials | dv, dq of the last step | dscores | dk | the addition to dq
+//   scores, dprobs | exponentials | dv, dq of the last step | dscores | dk | dq of the last step to shared memory
 // and waits, at each bar, only for what it needs next. 64 query rows a step; at head_dim 64, where the products of such
 // a step are too short, 128.
 //
-// dq leaves by the copy engine, each warp its own part. Added by red from the accumulators, it held up the next step:
-// registers are free only when the addition has read them. And a proxy fence waits for additions under way: it is a
-// memory barrier for all that the thread has written.
+// A warp's own chain of instructions is longer than the products: what is not in it counts.
+// - Shared memory answers after 400 cycles while products read it. So lse and delta are read long before they are
+//   needed, and what a step is to work on is told by who loads.
+// - The copy engine takes loads after additions, which are slow. So q and dout have barriers of their own, and q three
+//   tiles: where the loads of a step wait for the last step's end they come too late.
+// - A proxy fence waits for what its thread has stored. So dq is handed on beside the next step, and added by a warp
+//   that has nothing else to do. (Added by red from the accumulators it held up the next step: registers are free only
+//   when the addition has read them.)
+// - Warpgroups at the same place at the same time compete for the same units. So dscores are handed on at once, and
+//   neither has to be closer to the other than three quarters of a step.
 //
 // Cycles of a multiprocessor for a step, from the sizes (MMA 10 M N d / 4096, MUFU M N / 16, shared memory: operands +
 // dscores, dq and fills at 128 bytes), and what was measured: H200, bf16, TFLOP/s full / causal at 16384 keys, at
-// 4096 for 96; benches/record/2026-11-30-hopper.md.
+// 4096 for 96; benches/record/2026-11-30-hopper-backward.md.
 //   head_dim   rows x keys   MMA    MUFU   shared        expected                measured
-//   64         128 x 128     2560   1024   1792 + 1024   520 to 570 / 500 to 550   498 / 479
-//   96         64 x 128      1920   512    1536 + 704                              452 / 407
-//   128        64 x 128      2560   512    2048 + 896    600 to 650 / 560 to 620   545 / 541
-// Side by side with a copy that leaves out the addition alone, and still stores dq for it, 566 and 522 at 128, 512 and
-// 498 at 64: the additions cost nothing any more, storing dq and the fence after it may.
+//   64         128 x 128     2560   1024   1792 + 1024   520 to 570 / 500 to 550   MEASURED
+//   96         64 x 128      1920   512    1536 + 704                              MEASURED
+//   128        64 x 128      2560   512    2048 + 896    600 to 650 / 560 to 620   MEASURED
+// At 128 shared memory is busy for 81 % of the time: there is not much left. At 64 it is 74 %.
 #include <type_traits>
 
 #include "../common/softmax.cuh"
@@ -50,6 +57,8 @@ constexpr int HEAD_BLOCKS = HEAD_DIM / 16, HEAD_TILES = HEAD_DIM / 8;
 constexpr int ROW_BLOCKS = TILE_M / 16, ROW_TILES = TILE_M / 8;
 constexpr int DQ_COLS = 64, DQ_TILES = DQ_COLS / 8;  // a warpgroup computes 64 x 64 of a step's dq:
 constexpr bool SHARE_ROWS = TILE_M == 128;            // of 128 rows, or of 128 columns
+// So much of lse and delta, in accumulators of scores, is read long before it is needed: as far as registers go.
+constexpr int EARLY_LSE = 8, EARLY_DELTA = 7;
 static_assert((TILE_M == 64 || TILE_M == 128) && ROW_PADDING % TILE_M == 0 && ROW_PADDING % TILE_N == 0);
 static_assert(HEAD_DIM <= (SHARE_ROWS ? DQ_COLS : WARPGROUPS * DQ_COLS));
 
@@ -120,7 +129,7 @@ __device__ __forceinline__ void begin_dq(float (&acc)[1][DQ_TILES][4], const Swi
 __device__ __forceinline__ int dq_row(int warpgroup) { return SHARE_ROWS ? warpgroup * 64 : 0; }
 __device__ __forceinline__ int dq_col(int warpgroup) { return SHARE_ROWS ? 0 : warpgroup * DQ_COLS; }
 
-// What a warp does for warpgroup `warpgroup`: adds its parts of dq. Four lanes, those of a warp each.
+// What a warp does for warpgroup `warpgroup`: adds its parts of dq, a lane for each of the four.
 template <bool IN_ORDER>
 __device__ __forceinline__ void add_dq(const BwdParams& params, SharedStorage& shared, int warpgroup) {
   const int lane = threadIdx.x % 32;
@@ -138,7 +147,8 @@ __device__ __forceinline__ void add_dq(const BwdParams& params, SharedStorage& s
       __syncwarp();  // no lane adds before
     }
     if (lane < 4) {
-      float* const to = params.dq_acc + note.dq + AccLayout::piece(dq_row(warpgroup) + 16 * lane, dq_col(warpgroup), HEAD_DIM);
+      float* const to =
+          params.dq_acc + note.dq + AccLayout::piece(dq_row(warpgroup) + 16 * lane, dq_col(warpgroup), HEAD_DIM);
       ptx::bulk_add(to, smem_address(&shared.dq[warpgroup][lane]), 16 * cols * sizeof(float));
       ptx::bulk_wait_read();
     }
@@ -188,8 +198,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     const auto begin_dq_of = [&](uint32_t number, float(&acc_dq)[1][DQ_TILES][4]) {
       shared.dscores_handover[stage(number)].wait_full(phase(number));  // dscores of both warpgroups are there
       ptx::wgmma_fence();
-      begin_dq<Element>(acc_dq, shared.dscores[stage(number)], dq_row(warpgroup), shared.k,
-                        dq_col(warpgroup));
+      begin_dq<Element>(acc_dq, shared.dscores[stage(number)], dq_row(warpgroup), shared.k, dq_col(warpgroup));
     };
     // For the copy engine to add. In registers it would hold up the next step: they are read one by one.
     Handover& dq_handover = shared.dq_handover[warpgroup];
@@ -201,28 +210,34 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 #pragma unroll
       for (int j = 0; j < DQ_TILES; ++j) ptx::store_v4(to + j * AccLayout::PIECE * sizeof(float), acc_dq[0][j]);
     };
+    // What all lanes have stored.
     const auto hand_on = [&](Handover& handover) {
       ptx::proxy_fence();
       __syncwarp();  // all lanes' part is there
       if (lane_index() == 0) handover.publish();
     };
 
-    // A step, dq of the last one, and the addition of that of the one before.
+    // What the next step reads first.
+    float2 lse[ROW_TILES];
+    int is_masked;
+    const auto read_ahead = [&] {
+      // After the last step what lies there, and used nowhere.
+      if (number < steps) shared.q_handover[q_place.stage].wait_full(q_place.phase);
+      read_statistic<0, EARLY_LSE>(lse, shared.lse_log2[q_place.stage], lane_index());
+      is_masked = shared.notes[number % NOTES].is_masked;
+    };
+
+    // A step, and dq of the last one.
     uint32_t weights[ROW_BLOCKS][4];  // probs, then dscores: packed, with the rows as K
     const auto run_step = [&] {
       const uint32_t now = stage(number);
-      const SwizzledTile<LayoutQ>&q = shared.q[q_place.stage], &dout = shared.dout[now];
+      const int q_stage = q_place.stage;
+      const SwizzledTile<LayoutQ>&q = shared.q[q_stage], &dout = shared.dout[now];
       float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][DQ_TILES][4];
+      float2 delta[ROW_TILES];
 
-      shared.q_handover[q_place.stage].wait_full(q_place.phase);
       ptx::wgmma_fence();
       begin_scores<Element>(scores, shared.k, warpgroup_key, q);
-      // Read beside that product: shared memory is slow to answer while products read it.
-      const StepNote& note = shared.notes[number % NOTES];
-      float2 statistic[ROW_TILES];  // lse, then delta
-      constexpr int EARLY_LSE = 8, EARLY_DELTA = 6;  // as far as registers go
-      read_statistic<0, EARLY_LSE>(statistic, shared.lse_log2[q_place.stage], lane_index());
-      const int is_masked = note.is_masked;
       ptx::wgmma_wait<1>();  // dk of the last step
       ptx::hold(acc_dk);
       // Products have read it; and lse, before dk, all four warps.
@@ -234,37 +249,36 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       const float softmax_scale_log2 = p.softmax_scale * LOG2_E;
       ptx::wgmma_wait<1>();  // scores
       ptx::hold(scores);
-      if (number == 0 && warpgroup == 1) ptx::named_barrier_sync(1, WARPGROUPS * WARPGROUP_THREADS);
-      read_statistic<EARLY_LSE, ROW_TILES>(statistic, shared.lse_log2[q_place.stage], lane_index());
-      if (ptx::recomputed(is_masked))  // not asked before: the answer of shared memory would be waited for
-        mask_scores_transposed(scores, mask, note.first_row, first_key + warpgroup_key + warp_row(), lane_index());
+      read_statistic<EARLY_LSE, ROW_TILES>(lse, shared.lse_log2[q_stage], lane_index());
+      if (is_masked)
+        mask_scores_transposed(scores, mask, shared.notes[number % NOTES].first_row,
+                               first_key + warpgroup_key + warp_row(), lane_index());
 #pragma unroll
       for (int j = 0; j < ROW_TILES; ++j)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
           weights[j / 2][j % 2 * 2 + half] =
-              pack<Element>(ptx::exp2(scores[0][j][2 * half] * softmax_scale_log2 - statistic[j].x),
-                            ptx::exp2(scores[0][j][2 * half + 1] * softmax_scale_log2 - statistic[j].y));
+              pack<Element>(ptx::exp2(scores[0][j][2 * half] * softmax_scale_log2 - lse[j].x),
+                            ptx::exp2(scores[0][j][2 * half + 1] * softmax_scale_log2 - lse[j].y));
 
-      if (number == 0 && warpgroup == 0) ptx::named_barrier_arrive(1, WARPGROUPS * WARPGROUP_THREADS);
+      read_statistic<0, EARLY_DELTA>(delta, shared.delta[now], lane_index());
       ptx::hold(acc_dv);
       ptx::wgmma_fence();
       begin_sum<Element>(acc_dv, weights, dout);
-      if (number > 1) hand_on(dq_handover);  // of the last step
+      if (number > 1) hand_on(dq_handover);  // what the last step has stored
       begin_dq_of(number - 1, acc_dq);  // in the first step of what lies there, and added nowhere
-      read_statistic<0, EARLY_DELTA>(statistic, shared.delta[now], lane_index());
       ptx::wgmma_wait<1>();  // dprobs, dv
       ptx::hold(dprobs);
       ptx::hold(acc_dv);
-      read_statistic<EARLY_DELTA, ROW_TILES>(statistic, shared.delta[now], lane_index());
+      read_statistic<EARLY_DELTA, ROW_TILES>(delta, shared.delta[now], lane_index());
 #pragma unroll
       for (int j = 0; j < ROW_TILES; ++j)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           uint32_t& weight = weights[j / 2][j % 2 * 2 + half];
           const float2 prob = unpack<Element>(weight);
-          weight = pack<Element>(prob.x * (dprobs[0][j][2 * half] - statistic[j].x),
-                                 prob.y * (dprobs[0][j][2 * half + 1] - statistic[j].y));
+          weight = pack<Element>(prob.x * (dprobs[0][j][2 * half] - delta[j].x),
+                                 prob.y * (dprobs[0][j][2 * half + 1] - delta[j].y));
         }
       const int lane = lane_index();
       const uint32_t dscores = smem_address(&shared.dscores[now]);
@@ -285,10 +299,12 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
         stage_dq_of(number - 1, acc_dq);
       }
       ++number;
-      last_q = q_place.stage;
+      last_q = q_stage;
       q_place.advance();
+      read_ahead();
     };
 
+    read_ahead();
     do run_step();
     while (number < steps);
 

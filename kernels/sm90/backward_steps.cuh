@@ -20,15 +20,16 @@ struct BackwardArguments {
   TensorMap q, k, v, dout;
 };
 
-// What those that compute need to know of a step. Who loads works it out: their registers are short, and so is the time
-// between two steps.
+// What those that compute, and add, need to know of a step. Who loads works it out: their registers are short, and so
+// is the time between two steps.
 struct StepNote {
   int64_t dq;             // where the sums of dq of its rows begin
   int32_t first_row;
   int32_t counter, turn;  // of additions in order: the first counter of its rows, and which turn it is
   int32_t is_masked;
 };
-// So many notes are kept, and warps are never so many steps apart.
+// So many notes are kept. From the addition of dq of a step to the note that is written next there are six at most: dq
+// of two more steps can be on its way, and three more q be loaded.
 constexpr int NOTES = 8;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

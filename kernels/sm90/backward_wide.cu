@@ -1,7 +1,8 @@
 // The work of backward.cu for large heads, whose dk and dv of 64 keys do not fit one warpgroup's registers.
 //
 // grid       one block for each (batch, kv head), part of the head's group, and tile of TILE_N keys
-// block      a warpgroup that loads (one thread of it) and two that compute
+// block      two warpgroups that compute, and one of which a warp loads (one thread of it) and, where dq is added in
+//            turn, two wait for turns, each for one that computes
 // shared     k and v tile; q and dout tiles of two steps, with lse and delta; probs and dscores of two steps
 // registers  given 24 + 2 x 240
 //
@@ -33,13 +34,6 @@ constexpr int HEAD_BLOCKS = HEAD_DIM / 16, COL_TILES = COLS / 8;
 constexpr int ROW_BLOCKS = ROWS / 16, ROW_TILES = ROWS / 8;
 static_assert(ROW_PADDING % TILE_M == 0 && ROW_PADDING % TILE_N == 0);
 
-// A warpgroup's turn to add to a tile of dq, where turns are taken. It passes one on only when it takes the next: its
-// additions have ended by then.
-struct Turn {
-  int32_t* counter;  // null: none yet
-  int next;
-};
-
 constexpr int PANEL_COLS = COLS % 64 == 0 ? 64 : 32;  // a warpgroup's columns are whole panels
 static_assert(COLS % PANEL_COLS == 0);
 using LayoutQ = PanelLayout<TILE_M, HEAD_DIM, PANEL_COLS>;
@@ -55,7 +49,7 @@ struct SharedStorage {
   alignas(16) float lse_log2[Q_STAGES][TILE_M], delta[DOUT_STAGES][TILE_M];
   Handover keys, q_handover[Q_STAGES], dout_handover[DOUT_STAGES];
   StepNote notes[NOTES];
-  Turn turns[WARPGROUPS];
+  Handover turns[WARPGROUPS];  // to add to dq, where turns are taken: a warp hands them to its warpgroup
   Handover dscores_handover[2];  // and of probs
   Work work;
 };
@@ -118,19 +112,25 @@ __device__ __forceinline__ void add_tiles(float* piece, const float (&acc)[1][CO
     ptx::red_add_v4(piece + j * AccLayout::PIECE + lane * AccLayout::LANE_STRIDE, acc[0][j]);
 }
 
-// Until it is the step's turn to add. One thread's `open` holds what is passed on next.
-__device__ __forceinline__ void take_turn(Turn& open, int32_t* counters, const StepNote& note, int warpgroup) {
-  if (threadIdx.x % WARPGROUP_THREADS == 0) {
-    open = {counters + note.counter + warpgroup, note.turn + 1};
-    wait_for_turn(open.counter, note.turn);
+// What a warp does for warpgroup `warpgroup`, where turns are taken: waits for each, and passes it on.
+__device__ __forceinline__ void take_turns(const BwdParams& params, SharedStorage& shared, int warpgroup) {
+  const bool is_speaker = threadIdx.x % 32 == 0;
+  const uint32_t steps = ptx::uniform(step_count(shared.work));
+  Handover& turn = shared.turns[warpgroup];
+#pragma unroll 1  // few registers
+  for (uint32_t number = 0; number < steps; ++number) {
+    // The note is there. Not missed: before this turn nobody finishes with q.
+    shared.q_handover[number % 2].wait_full(number / 2 % 2);
+    const StepNote& note = shared.notes[number % NOTES];
+    int32_t* const counter = params.dq_turn + note.counter + warpgroup;
+    if (is_speaker) {
+      wait_for_turn(counter, note.turn);
+      turn.publish();
+    }
+    __syncwarp();
+    turn.wait_empty((number + 1) % 2);  // all have added
+    if (is_speaker) ptx::store_release(counter, note.turn + 1);
   }
-  ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);  // no thread adds before its turn
-}
-
-__device__ __forceinline__ void pass_turn(const Turn& open, int warpgroup) {
-  // All additions of the warpgroup are made, and ordered before the release.
-  ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);
-  if (threadIdx.x % WARPGROUP_THREADS == 0 && open.counter != nullptr) ptx::store_release(open.counter, open.next);
 }
 
 // What computing warpgroup `warpgroup` does.
@@ -160,16 +160,18 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     shared.keys.wait_full(0);
 
     // `between` runs when half of the additions are made, and may use their registers.
-    const auto add_dq_of = [&](const StepNote& note, float(&acc_dq)[1][COL_TILES][4], const auto& between) {
+    const auto add_dq_of = [&](int64_t dq, float(&acc_dq)[1][COL_TILES][4], const auto& between) {
       ptx::hold(acc_dq);
-      if (IN_ORDER) {
-        pass_turn(shared.turns[warpgroup], warpgroup);
-        take_turn(shared.turns[warpgroup], params.dq_turn, note, warpgroup);
-      }
-      float* const piece = params.dq_acc + note.dq + AccLayout::piece(warp_row(), warpgroup * COLS, HEAD_DIM);
+      Handover& turn = shared.turns[warpgroup];
+      if (IN_ORDER) turn.wait_full(number % 2);
+      float* const piece = params.dq_acc + dq + AccLayout::piece(warp_row(), warpgroup * COLS, HEAD_DIM);
       add_tiles<0, COL_TILES / 2>(piece, acc_dq, lane_index());
       between();
       add_tiles<COL_TILES / 2, COL_TILES>(piece, acc_dq, lane_index());
+      if (IN_ORDER) {
+        __syncwarp();  // all lanes have added; the turn is passed on after all four warps
+        turn.release(lane_index() == 0);
+      }
     };
     // Writes this warp's part of probs or dscores, for the products of both warpgroups.
     const auto store = [&](SwizzledTile<LayoutS>& tile, const uint32_t(&packed)[ROW_BLOCKS][4]) {
@@ -242,10 +244,10 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       begin_dq<Element>(acc_dq, shared.dscores[now], shared.k, warpgroup);
       begin_sum<Element>(acc_dv, shared.probs[now], shared.dout[now], warpgroup);
       begin_sum<Element>(acc_dk, shared.dscores[now], shared.q[now], warpgroup);
-      const StepNote note = shared.notes[number % NOTES];
+      const int64_t dq = shared.notes[number % NOTES].dq;
       ptx::wgmma_wait<2>();  // dq
       const bool is_last = number + 1 == steps;
-      add_dq_of(note, acc_dq, [&] {
+      add_dq_of(dq, acc_dq, [&] {
         // After the last step of what lies there, and used nowhere.
         if (!is_last) {
           shared.q_handover[now ^ 1].wait_full(phase(number + 1));
@@ -266,7 +268,6 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 
     do run_step();
     while (number < steps);
-    if (IN_ORDER) pass_turn(shared.turns[warpgroup], warpgroup);
   }
 
   store_dk_dv<Element>(params, work, warp_row(), warpgroup * COLS, acc_dk, acc_dv, lane_index());
@@ -286,9 +287,12 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
   run_roles<LayoutQ, LayoutKV, IN_ORDER>(
       arguments, shared,
       [&] {
-        for (Turn& turn : shared.turns) turn = {};
+        for (Handover& turn : shared.turns) turn.init(4);
       },
-      [](int) {}, [&](int warpgroup) { compute<Element, IN_ORDER>(arguments, shared, warpgroup); });
+      [&](int warpgroup) {
+        if (IN_ORDER) take_turns(arguments.params, shared, warpgroup);
+      },
+      [&](int warpgroup) { compute<Element, IN_ORDER>(arguments, shared, warpgroup); });
 #else
   __trap();  // the code for other targets is never launched
 #endif

@@ -217,7 +217,8 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
     leave_out(work.n_tiles.end - (is_idle ? work.n_tiles.begin : own.end));
 
     if (!is_idle) {
-      const TileRange free = free_key_tiles<TILE_N>(mask, first_row, max(min(first_row + 64, p.seqlen_q), first_row + 1), own);
+      const int end_row = max(min(first_row + 64, p.seqlen_q), first_row + 1);
+      const TileRange free = free_key_tiles<TILE_N>(mask, first_row, end_row, own);
       float scores[1][N_TILES][4];
       float rescale[2];  // what out is to be multiplied by, where a reference moved
       const auto keep_rescale = [&](int, int half, float by) { rescale[half] = by; };

@@ -6,8 +6,8 @@
 #include "swizzled.cuh"
 #include "tensor_map.cuh"
 
-// `full`: the tile is there; an arrival of each writer, and the bytes of the copy engine. `empty`: all readers, warpgroups or warps, have finished with
-// it.
+// `full`: the tile is there; an arrival of each writer, and the bytes of the copy engine. `empty`: all readers,
+// warpgroups or warps, have finished with it.
 struct Handover {
   uint64_t full, empty;
 
@@ -21,8 +21,8 @@ struct Handover {
   __device__ void expect(uint32_t bytes) { ptx::mbarrier_arrive_expect(smem_address(&full), bytes); }
   // Of what ordinary stores have written.
   __device__ void publish() { ptx::mbarrier_arrive(smem_address(&full)); }
-  // This reader has finished with the tile, all of its threads: products end for all warps of a warpgroup together, what
-  // else reads takes a barrier before.
+  // This reader has finished with the tile, all of its threads: products end for all warps of a warpgroup together,
+  // what else reads takes a barrier before.
   __device__ void release(bool is_speaker) {
     if (is_speaker) ptx::mbarrier_arrive(smem_address(&empty));
   }
