@@ -110,6 +110,11 @@ impl Row {
         4. * pairs * self.head_dim as f64 * masked
     }
 
+    /// Whether its time is that of the call alone.
+    fn is_tiny(&self) -> bool {
+        self.seqlen_q.max(self.seqlen_k) <= 16
+    }
+
     fn kv_bytes(&self) -> f64 {
         (2 * 2 * self.batch * self.num_kv_heads * self.seqlen_k * self.head_dim) as f64
     }
@@ -336,8 +341,22 @@ fn bench(
         let ms = time(device, duration, || Ok(out.backward().map(drop)?))?;
         report(row, "bwd", ms, 2.5 * row.operations(), args, matmul);
     }
+    if row.is_tiny() {
+        let (cq, ck) = (cq.transpose(1, 2)?, ck.transpose(1, 2)?.t()?);
+        let ms = time(device, duration, || Ok(cq.matmul(&ck).map(drop)?))?;
+        report_product(ms, args);
+    }
     ensure!(device.synchronize().is_ok(), "the device failed");
     Ok(())
+}
+
+/// What a call costs at least: candle's product of the tiny row's q and k.
+fn report_product(ms: f64, args: &Args) {
+    if args.json {
+        println!("{}", serde_json::json!({"tiny_matmul_ms": ms}));
+    } else {
+        println!("{:4} {:>38} {ms:>9.4}", "q·k", "candle's matmul");
+    }
 }
 
 fn report(row: Row, pass: &str, ms: f64, operations: f64, args: &Args, matmul: f64) {
