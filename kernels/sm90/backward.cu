@@ -129,41 +129,6 @@ __device__ __forceinline__ void begin_dq(float (&acc)[1][DQ_TILES][4], const Swi
 __device__ __forceinline__ int dq_row(int warpgroup) { return SHARE_ROWS ? warpgroup * 64 : 0; }
 __device__ __forceinline__ int dq_col(int warpgroup) { return SHARE_ROWS ? 0 : warpgroup * DQ_COLS; }
 
-// What a warp does for warpgroup `warpgroup`: adds its parts of dq, a lane for each of the four.
-template <bool IN_ORDER>
-__device__ __forceinline__ void add_dq(const BwdParams& params, SharedStorage& shared, int warpgroup) {
-  const int lane = threadIdx.x % 32;
-  // Of the last columns there may be fewer.
-  const int cols = min(DQ_COLS, HEAD_DIM - dq_col(warpgroup));
-  const uint32_t steps = ptx::uniform(step_count(shared.work));
-  Handover& handover = shared.dq_handover[warpgroup];
-#pragma unroll 1  // few registers
-  for (uint32_t number = 0; number < steps; ++number) {
-    handover.wait_full(number % 2);
-    const StepNote& note = shared.notes[number % NOTES];
-    int32_t* const counter = IN_ORDER ? params.dq_turn + note.counter + warpgroup : nullptr;
-    if (IN_ORDER) {
-      if (lane == 0) wait_for_turn(counter, note.turn);
-      __syncwarp();  // no lane adds before
-    }
-    if (lane < 4) {
-      float* const to =
-          params.dq_acc + note.dq + AccLayout::piece(dq_row(warpgroup) + 16 * lane, dq_col(warpgroup), HEAD_DIM);
-      ptx::bulk_add(to, smem_address(&shared.dq[warpgroup][lane]), 16 * cols * sizeof(float));
-      ptx::bulk_wait_read();
-    }
-    __syncwarp();  // all four parts have been read
-    handover.release(lane == 0);
-    if (IN_ORDER) {
-      // Additions of the copy engine are complete in L2 when they have been waited for: ordinary release and acquire
-      // suffice.
-      if (lane < 4) ptx::bulk_wait();
-      __syncwarp();  // all four have
-      if (lane == 0) ptx::store_release(counter, note.turn + 1);
-    }
-  }
-}
-
 // What computing warpgroup `warpgroup` does.
 template <class Element>
 __device__ __forceinline__ void compute(const BackwardArguments& arguments, SharedStorage& shared, int warpgroup) {
@@ -338,7 +303,11 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
         // The warps of a warpgroup write it, one warp reads it.
         for (Handover& handover : shared.dq_handover) handover.init(1, 4);
       },
-      [&](int warpgroup) { add_dq<IN_ORDER>(arguments.params, shared, warpgroup); },
+      [&](int warpgroup) {
+        // Of the last columns there may be fewer.
+        const int col = dq_col(warpgroup), cols = min(DQ_COLS, HEAD_DIM - col);
+        add_dq<IN_ORDER>(arguments.params, shared, shared.dq[warpgroup], warpgroup, dq_row(warpgroup), col, cols);
+      },
       [&](int warpgroup) { compute<Element>(arguments, shared, warpgroup); });
 #else
   __trap();  // the code for other targets is never launched

@@ -113,6 +113,40 @@ __device__ __forceinline__ void wait_for_turn(const int32_t* counter, int turn) 
   }
 }
 
+// What a warp does for warpgroup `warpgroup`, which computes: adds its part of dq, of 64 rows and `cols` columns from
+// (row, col) on. `staged` is where the four warps store it; a lane adds for each.
+template <bool IN_ORDER, class SharedStorage, int SIZE>
+__device__ __forceinline__ void add_dq(const BwdParams& params, SharedStorage& shared, const float (&staged)[4][SIZE],
+                                       int warpgroup, int row, int col, int cols) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t steps = ptx::uniform(step_count(shared.work));
+  Handover& handover = shared.dq_handover[warpgroup];
+#pragma unroll 1  // few registers
+  for (uint32_t number = 0; number < steps; ++number) {
+    handover.wait_full(number % 2);
+    const StepNote& note = shared.notes[number % NOTES];
+    int32_t* const counter = IN_ORDER ? params.dq_turn + note.counter + warpgroup : nullptr;
+    if (IN_ORDER) {
+      if (lane == 0) wait_for_turn(counter, note.turn);
+      __syncwarp();  // no lane adds before
+    }
+    if (lane < 4) {
+      float* const to = params.dq_acc + note.dq + AccLayout::piece(row + 16 * lane, col, HEAD_DIM);
+      ptx::bulk_add(to, smem_address(&staged[lane]), 16 * cols * sizeof(float));
+      ptx::bulk_wait_read();
+    }
+    __syncwarp();  // all four parts have been read
+    handover.release(lane == 0);
+    if (IN_ORDER) {
+      // Additions of the copy engine are complete in L2 when they have been waited for: ordinary release and acquire
+      // suffice.
+      if (lane < 4) ptx::bulk_wait();
+      __syncwarp();  // all four have
+      if (lane == 0) ptx::store_release(counter, note.turn + 1);
+    }
+  }
+}
+
 // Writes a warp's part of dk and dv, from (row, col) of the block's keys on: sums of a part of the group, or the
 // results.
 template <class Element, class Work, int N_TILES>

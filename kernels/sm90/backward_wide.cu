@@ -41,6 +41,9 @@ using LayoutKV = PanelLayout<TILE_N, HEAD_DIM, PANEL_COLS>;
 using LayoutS = PanelLayout<TILE_N, TILE_M>;
 using Work = BackwardWork<TILE_M, TILE_N, true>;
 
+// Whether the copy engine adds dq, where shared memory has room for it; else red, from the accumulators.
+constexpr bool STAGE_DQ = HEAD_DIM == 192;
+
 struct SharedStorage {
   static constexpr int Q_STAGES = 2, DOUT_STAGES = 2;
   SwizzledTile<LayoutKV> k, v;
@@ -49,8 +52,9 @@ struct SharedStorage {
   alignas(16) float lse_log2[Q_STAGES][TILE_M], delta[DOUT_STAGES][TILE_M];
   Handover keys, q_handover[Q_STAGES], dout_handover[DOUT_STAGES];
   StepNote notes[NOTES];
-  Handover turns[WARPGROUPS];  // to add to dq, where turns are taken: a warp hands them to its warpgroup
   Handover dscores_handover[2];  // and of probs
+  alignas(128) float dq[WARPGROUPS][4][STAGE_DQ ? 16 * COLS : 4];  // of each warp, on its way
+  Handover dq_handover[WARPGROUPS];  // where red adds, of the turn to add
   Work work;
 };
 static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
@@ -116,7 +120,7 @@ __device__ __forceinline__ void add_tiles(float* piece, const float (&acc)[1][CO
 __device__ __forceinline__ void take_turns(const BwdParams& params, SharedStorage& shared, int warpgroup) {
   const bool is_speaker = threadIdx.x % 32 == 0;
   const uint32_t steps = ptx::uniform(step_count(shared.work));
-  Handover& turn = shared.turns[warpgroup];
+  Handover& turn = shared.dq_handover[warpgroup];
 #pragma unroll 1  // few registers
   for (uint32_t number = 0; number < steps; ++number) {
     // The note is there. Not missed: before this turn nobody finishes with q.
@@ -159,19 +163,35 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 
     shared.keys.wait_full(0);
 
-    // `between` runs when half of the additions are made, and may use their registers.
+    Handover& dq_handover = shared.dq_handover[warpgroup];
+    // Runs `between` as soon as half of the registers of acc_dq are free for it.
     const auto add_dq_of = [&](int64_t dq, float(&acc_dq)[1][COL_TILES][4], const auto& between) {
       ptx::hold(acc_dq);
-      Handover& turn = shared.turns[warpgroup];
-      if (IN_ORDER) turn.wait_full(number % 2);
+      if (IN_ORDER) dq_handover.wait_full(number % 2);
       float* const piece = params.dq_acc + dq + AccLayout::piece(warp_row(), warpgroup * COLS, HEAD_DIM);
       add_tiles<0, COL_TILES / 2>(piece, acc_dq, lane_index());
       between();
       add_tiles<COL_TILES / 2, COL_TILES>(piece, acc_dq, lane_index());
       if (IN_ORDER) {
         __syncwarp();  // all lanes have added; the turn is passed on after all four warps
-        turn.release(lane_index() == 0);
+        dq_handover.release(lane_index() == 0);
       }
+    };
+    // For the copy engine to add, once this is handed on.
+    const auto stage_dq = [&](float(&acc_dq)[1][COL_TILES][4]) {
+      ptx::hold(acc_dq);
+      dq_handover.wait_empty(number % 2);
+      const uint32_t to = smem_address(&shared.dq[warpgroup][ptx::thread_index() / 32 % 4]) +
+                          lane_index() * AccLayout::LANE_STRIDE * sizeof(float);
+#pragma unroll
+      for (int j = 0; j < COL_TILES; ++j) ptx::store_v4(to + j * AccLayout::PIECE * sizeof(float), acc_dq[0][j]);
+    };
+    const auto hand_on = [&](Handover& first, Handover* second) {
+      ptx::proxy_fence();
+      __syncwarp();  // all lanes' part is there
+      if (lane_index() != 0) return;
+      first.publish();
+      if (second != nullptr) second->publish();
     };
     // Writes this warp's part of probs or dscores, for the products of both warpgroups.
     const auto store = [&](SwizzledTile<LayoutS>& tile, const uint32_t(&packed)[ROW_BLOCKS][4]) {
@@ -194,7 +214,8 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     };
     // Makes probs and dscores of them. Of two stages of both one is written while the other warpgroup may still read
     // the other; that it has finished with the one before that, it says with those of the last step.
-    const auto share = [&](uint32_t number, float(&scores)[1][ROW_TILES][4], float(&dprobs)[1][ROW_TILES][4]) {
+    // `dq` is handed on with them: what the last step has stored, or null.
+    const auto share = [&](uint32_t number, Handover* dq, float(&scores)[1][ROW_TILES][4], float(&dprobs)[1][ROW_TILES][4]) {
       ptx::hold(scores);
       ptx::hold(dprobs);
       const StepNote& note = shared.notes[number % NOTES];
@@ -219,9 +240,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
         }
       store(shared.probs[stage(number)], probs);
       store(shared.dscores[stage(number)], dscores);
-      ptx::proxy_fence();
-      __syncwarp();
-      if (lane_index() == 0) shared.dscores_handover[stage(number)].publish();
+      hand_on(shared.dscores_handover[stage(number)], dq);
     };
 
     {
@@ -230,7 +249,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       shared.dout_handover[0].wait_full(0);
       begin_both(0, scores, dprobs, ptx::recomputed(0));
       ptx::wgmma_wait<0>();
-      share(0, scores, dprobs);
+      share(0, nullptr, scores, dprobs);
     }
     // The rest of a step, and the beginning of the next.
     const auto run_step = [&] {
@@ -247,14 +266,20 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       const int64_t dq = shared.notes[number % NOTES].dq;
       ptx::wgmma_wait<2>();  // dq
       const bool is_last = number + 1 == steps;
-      add_dq_of(dq, acc_dq, [&] {
+      const auto begin_next = [&] {
         // After the last step of what lies there, and used nowhere.
         if (!is_last) {
           shared.q_handover[now ^ 1].wait_full(phase(number + 1));
           shared.dout_handover[now ^ 1].wait_full(phase(number + 1));
         }
         begin_both(number + 1, scores, dprobs, 0);
-      });
+      };
+      if constexpr (STAGE_DQ) {
+        begin_next();
+        stage_dq(acc_dq);
+      } else {
+        add_dq_of(dq, acc_dq, begin_next);
+      }
       ptx::wgmma_wait<2>();  // dv, dk
       ptx::hold(acc_dv);
       ptx::hold(acc_dk);
@@ -263,11 +288,12 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       shared.dout_handover[now].release(is_speaker);
       ptx::wgmma_wait<0>();
       ++number;
-      if (!is_last) share(number, scores, dprobs);
+      if (!is_last) share(number, STAGE_DQ ? &dq_handover : nullptr, scores, dprobs);
     };
 
     do run_step();
     while (number < steps);
+    if (STAGE_DQ) hand_on(dq_handover, nullptr);
   }
 
   store_dk_dv<Element>(params, work, warp_row(), warpgroup * COLS, acc_dk, acc_dv, lane_index());
@@ -287,10 +313,13 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
   run_roles<LayoutQ, LayoutKV, IN_ORDER>(
       arguments, shared,
       [&] {
-        for (Handover& turn : shared.turns) turn.init(4);
+        for (Handover& handover : shared.dq_handover) STAGE_DQ ? handover.init(1, 4) : handover.init(4);
       },
       [&](int warpgroup) {
-        if (IN_ORDER) take_turns(arguments.params, shared, warpgroup);
+        if (STAGE_DQ)
+          add_dq<IN_ORDER>(arguments.params, shared, shared.dq[warpgroup], warpgroup, 0, warpgroup * COLS, COLS);
+        else if (IN_ORDER)
+          take_turns(arguments.params, shared, warpgroup);
       },
       [&](int warpgroup) { compute<Element, IN_ORDER>(arguments, shared, warpgroup); });
 #else
