@@ -19,7 +19,7 @@ struct ForwardTile<64> {
 };
 template <>
 struct ForwardTile<96> {
-  static constexpr int TILE_N = 160, WARPGROUPS = 2, STAGES = 2, LOAD_REGISTERS = 24, REGISTERS = 240;
+  static constexpr int TILE_N = 112, WARPGROUPS = 3, STAGES = 2, LOAD_REGISTERS = 32, REGISTERS = 160;
 };
 template <>
 struct ForwardTile<128> {
