@@ -266,7 +266,9 @@ fn memory(args: &Args, device: &Device, dtype: DType) -> Result<()> {
     for row in chosen_rows(args)? {
         let [q, k, v] = inputs(row, device, dtype)?;
         let options = options(row, args);
-        let peak = |attention: &dyn Fn() -> candle_core::Result<Tensor>| -> Result<Option<f64>> {
+        // MiB, or why there are none.
+        type Peak = std::result::Result<f64, &'static str>;
+        let peak = |attention: &dyn Fn() -> candle_core::Result<Tensor>| -> Result<Peak> {
             memory.give_back()?;
             memory.start_peak()?;
             let inputs = memory.peak_bytes()?;
@@ -277,15 +279,20 @@ fn memory(args: &Args, device: &Device, dtype: DType) -> Result<()> {
                 Ok(())
             };
             match run() {
-                Ok(()) => Ok(Some(
-                    (memory.peak_bytes()? - inputs) as f64 / f64::from(1 << 20),
+                Ok(()) => Ok(Ok(
+                    (memory.peak_bytes()? - inputs) as f64 / f64::from(1 << 20)
                 )),
-                Err(error) if is_out_of_memory(&error) => Ok(None),
+                Err(error) if is_out_of_memory(&error) => Ok(Err("out of memory")),
                 Err(error) => Err(error),
             }
         };
         let ours = peak(&|| flash_attn_with(&q, &k, &v, &options))?;
-        let plain = peak(&|| reference(&q, &k, &v, &options))?;
+        let scores = row.batch * row.num_heads * row.seqlen_q * row.seqlen_k;
+        let plain = if u32::try_from(scores).is_ok() {
+            peak(&|| reference(&q, &k, &v, &options))?
+        } else {
+            Err("more scores than candle's kernels count")
+        };
         if args.json {
             println!(
                 "{}",
@@ -293,14 +300,14 @@ fn memory(args: &Args, device: &Device, dtype: DType) -> Result<()> {
                     "dtype": args.dtype, "batch": row.batch, "seqlen_q": row.seqlen_q,
                     "seqlen_k": row.seqlen_k, "num_heads": row.num_heads,
                     "num_kv_heads": row.num_kv_heads, "head_dim": row.head_dim,
-                    "causal": row.causal, "mib": ours, "plain_mib": plain,
+                    "causal": row.causal, "mib": ours.ok(), "plain_mib": plain.ok(),
                 })
             );
             continue;
         }
-        let text = |mib: Option<f64>| match mib {
-            Some(mib) => format!("{mib:.0} MiB"),
-            None => "out of memory".to_string(),
+        let text = |peak: Peak| match peak {
+            Ok(mib) => format!("{mib:.0} MiB"),
+            Err(reason) => reason.to_string(),
         };
         println!(
             "head_dim {}, {}/{} heads, {} x {}: {}, plain {}",

@@ -30,6 +30,7 @@ pub fn gpu() -> Option<Device> {
 /// Ends the process when the GPU does not: a kernel that hangs is a failure that no test may wait for.
 #[cfg(feature = "cuda")]
 fn watch(device: &Device) {
+    use std::io::Write;
     use std::sync::{Arc, Mutex};
     use std::time::{Duration, Instant};
 
@@ -57,8 +58,10 @@ fn watch(device: &Device) {
         loop {
             std::thread::sleep(PAUSE);
             if since.lock().unwrap().elapsed() > LONGEST {
-                eprintln!(
-                    "the GPU has not finished what it was given {LONGEST:?} ago; --test-threads 1 tells which test it was"
+                // Not eprintln!, which a test captures.
+                let _ = writeln!(
+                    std::io::stderr(),
+                    "the GPU has not finished what it was given {LONGEST:?} ago; --test-threads 1 tells which test"
                 );
                 std::process::abort();
             }
