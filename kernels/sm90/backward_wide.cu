@@ -9,14 +9,16 @@
 // The two warpgroups share the rows of scores^T and dprobs^T, keys by rows, and the columns of dk, dv and dq. So probs
 // and dscores go through shared memory, and are waited for by the other warpgroup. A warpgroup issues
 //   dq, dv, dk, scores and dprobs of the next step | the addition to dq | probs, dscores of the next step
-// and waits, at each bar, only for what it needs next: the additions have four products beside them.
+// and waits, at each bar, only for what it needs next: the additions, or dq's way to shared memory, have four products
+// beside them.
 //
 // Cycles as in backward.cu, of a step of 64 rows x 64 keys; additions to dq at 17 bytes a cycle, what red reaches:
 //   head_dim   MMA    MUFU   shared        dq     expected                measured (192: 4096 keys)
-//   192        1920   256    2016 + 512    2891   470 to 550                383 / 361
-//   256        2560   256    2688 + 640    3855   480 to 560 / 460 to 540   448 / 444
-// The additions to dq are what limits it: with 64 keys there are twice as many for each product as with 128. At 256
-// there is no shared memory left for the copy engine to take dq from.
+//   192        1920   256    2016 + 512    2891   470 to 550                418 / 387
+//   256        2560   256    2688 + 640    3855   480 to 560 / 460 to 540   455 / 446
+// The additions to dq are what limits it: with 64 keys there are twice as many for each product as with 128; at 256
+// the L2 cache is busy for 84 % of the time. There is no shared memory left there for the copy engine to take dq from,
+// so it is added by red.
 #include "../common/softmax.cuh"
 #include "../ptx/proxy_fence.cuh"
 #include "../ptx/stmatrix.cuh"

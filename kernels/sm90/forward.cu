@@ -4,8 +4,8 @@
 //            head) after the other: the next that nobody has, or, in full attention, where all are of one size, one of
 //            each round
 // block      a warpgroup that loads (one warp of it) and WARPGROUPS that compute, 64 rows each, from q to out
-// shared     q tile; STAGES k tiles and v tiles: 89 (head_dim 64), 193 (96), 161 (128), 217 (192), 225 KiB (256)
-// registers  given 32 + 3 x 160 (64), 24 + 2 x 240 (others); used by those that compute 152 (64), 230 (96),
+// shared     q tile; STAGES k tiles and v tiles: 89 (head_dim 64), 161 (96, 128), 217 (192), 225 KiB (256)
+// registers  given 32 + 3 x 160 (64, 96), 24 + 2 x 240 (others); used by those that compute 152 (64), 158 (96),
 //            214 (128), 222 (192), 236 (256); none spilled
 //
 // A warpgroup's steps overlap: the softmax of a tile runs beside the product of the last one's probabilities with v.
@@ -21,11 +21,11 @@
 // memory operand reads + fills at 128 bytes), and what was measured: H200, bf16, TFLOP/s full / causal at 16384 keys,
 // at 4096 for 96 and 192; benches/record/2026-11-30-hopper.md.
 //   head_dim   rows x keys   MMA    MUFU   shared        expected                measured
-//   64         192 x 128     1536   1536   960 + 256     500 to 560 / 480 to 530   568 / 553
-//   96         128 x 160     1920   1280   1152 + 640    550 to 600                550 / 505
-//   128        128 x 128     2048   1024   1280 + 512    620 to 660 / 590 to 630   689 / 693
-//   192        128 x 112     2688   896    1728 + 672    640 to 680                677 / 590
-//   256        128 x 80      2560   640    1792 + 640    680 to 730 / 620 to 660   737 / 713
+//   64         192 x 128     1536   1536   960 + 256     500 to 560 / 480 to 530   557 / 552
+//   96         192 x 112     2016   1344   1296 + 336    560 to 620                600 / 543
+//   128        128 x 128     2048   1024   1280 + 512    620 to 660 / 590 to 630   689 / 697
+//   192        128 x 112     2688   896    1728 + 672    640 to 680                668 / 605
+//   256        128 x 80      2560   640    1792 + 640    680 to 730 / 620 to 660   734 / 721
 #include <type_traits>
 
 #include "../common/forward_work.cuh"
@@ -203,7 +203,7 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
                               : TileRange{0, 0};
     const bool is_idle = own.begin >= own.end;
     const auto leave_out = [&](int tiles) {
-      if (!MAY_LEAVE_OUT) return;
+      if constexpr (!MAY_LEAVE_OUT) tiles = 0;
       for (; tiles > 0; --tiles) {
         shared.k_handover[place.stage].wait_full(place.phase);
         shared.v_handover[place.stage].wait_full(place.phase);
