@@ -136,7 +136,6 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
   const AttnProblem& p = params.problem;
   const volatile Work& work = shared.work;  // read at each use: registers are short
   const Mask mask(p);
-  const bool is_speaker = threadIdx.x % WARPGROUP_THREADS == 0;
   // Of the keys of the tile, and of a warpgroup's rows of dq.
   const auto warp_row = [] { return ptx::thread_index() / 32 % 4 * 16; };
   const auto lane_index = [] { return ptx::thread_index() % 32; };
@@ -159,17 +158,17 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 
     shared.keys.wait_full(0);
 
-    // The product of dq of a step that has its dscores.
-    const auto begin_dq_of = [&](uint32_t number, float(&acc_dq)[1][DQ_TILES][4]) {
-      shared.dscores_handover[stage(number)].wait_full(phase(number));  // dscores of both warpgroups are there
+    // The product of dq of step `of`, which has its dscores.
+    const auto begin_dq_of = [&](uint32_t of, float(&acc_dq)[1][DQ_TILES][4]) {
+      shared.dscores_handover[stage(of)].wait_full(phase(of));  // dscores of both warpgroups are there
       ptx::wgmma_fence();
-      begin_dq<Element>(acc_dq, shared.dscores[stage(number)], dq_row(warpgroup), shared.k, dq_col(warpgroup));
+      begin_dq<Element>(acc_dq, shared.dscores[stage(of)], dq_row(warpgroup), shared.k, dq_col(warpgroup));
     };
     // For the copy engine to add. In registers it would hold up the next step: they are read one by one.
     Handover& dq_handover = shared.dq_handover[warpgroup];
-    const auto stage_dq_of = [&](uint32_t number, float(&acc_dq)[1][DQ_TILES][4]) {
+    const auto stage_dq_of = [&](uint32_t of, float(&acc_dq)[1][DQ_TILES][4]) {
       ptx::hold(acc_dq);
-      dq_handover.wait_empty(number % 2);
+      dq_handover.wait_empty(of % 2);
       const uint32_t to = smem_address(&shared.dq[warpgroup][ptx::thread_index() / 32 % 4]) +
                           lane_index() * AccLayout::LANE_STRIDE * sizeof(float);
 #pragma unroll
@@ -205,8 +204,8 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       begin_scores<Element>(scores, shared.k, warpgroup_key, q);
       ptx::wgmma_wait<1>();  // dk of the last step
       ptx::hold(acc_dk);
-      // Products have read it; and lse, before dk, all four warps.
-      if (number > 0) shared.q_handover[last_q].release(is_speaker);
+      // Products have read it, and lanes lse, before dk.
+      if (number > 0) shared.q_handover[last_q].release(lane_index() == 0);
       shared.dout_handover[now].wait_full(phase(number));
       ptx::wgmma_fence();
       begin_scores<Element>(dprobs, shared.v, warpgroup_key, dout);
@@ -231,7 +230,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       ptx::wgmma_fence();
       begin_sum<Element>(acc_dv, weights, dout);
       if (number > 1) hand_on(dq_handover);  // what the last step has stored
-      begin_dq_of(number - 1, acc_dq);  // in the first step of what lies there, and added nowhere
+      begin_dq_of(number - 1, acc_dq);  // in the first step of what lies in [1], and added nowhere
       ptx::wgmma_wait<1>();  // dprobs, dv
       ptx::hold(dprobs);
       ptx::hold(acc_dv);
@@ -247,7 +246,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
         }
       const int lane = lane_index();
       const uint32_t dscores = smem_address(&shared.dscores[now]);
-      shared.dscores_handover[now].wait_empty(phase(number));
+      shared.dscores_handover[now].wait_empty(phase(number) ^ now);  // [1] has been read once more, in the first step
 #pragma unroll
       for (int block = 0; block < ROW_BLOCKS; ++block)
         ptx::stmatrix_x4(dscores + LayoutS::chunk_offset(warpgroup_key + warp_row() + lane % 16, 2 * block + lane / 16),
@@ -258,11 +257,9 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       begin_sum<Element>(acc_dk, weights, q);
       hand_on(shared.dscores_handover[now]);
       ptx::wgmma_wait<1>();  // dq of the last step
-      shared.dout_handover[now].release(is_speaker);  // products have read it, and delta, before dk, all four warps
-      if (number > 0) {
-        shared.dscores_handover[now ^ 1].release(is_speaker);
-        stage_dq_of(number - 1, acc_dq);
-      }
+      shared.dout_handover[now].release(lane_index() == 0);  // products have read it; lanes delta, before handing on
+      shared.dscores_handover[now ^ 1].release(lane_index() == 0);
+      if (number > 0) stage_dq_of(number - 1, acc_dq);
       ++number;
       last_q = q_stage;
       q_place.advance();

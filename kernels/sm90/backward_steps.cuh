@@ -4,7 +4,6 @@
 #include "../common/backward_work.cuh"
 #include "../common/sequence.cuh"
 #include "../launch.cuh"
-#include "../ptx/named_barrier.cuh"
 #include "../ptx/ordered.cuh"
 #include "../ptx/setmaxnreg.cuh"
 #include "pipeline.cuh"
@@ -179,11 +178,12 @@ __device__ __forceinline__ void run_roles(const BackwardArguments& arguments, Sh
                                           const Help& help, const Compute& compute) {
   if (threadIdx.x == 0) {
     shared.work = decltype(shared.work)(arguments.params);
-    shared.keys.init(BACKWARD_WARPGROUPS);
-    for (Handover& handover : shared.q_handover) handover.init(BACKWARD_WARPGROUPS);
-    for (Handover& handover : shared.dout_handover) handover.init(BACKWARD_WARPGROUPS);
-    // Both warpgroups write them, each warp a part.
-    for (Handover& handover : shared.dscores_handover) handover.init(BACKWARD_WARPGROUPS, BACKWARD_WARPGROUPS * 4);
+    // Tiles are handed back by each warp, and dscores handed on too, of which each warp writes a part.
+    constexpr int WARPS = BACKWARD_WARPGROUPS * 4;
+    shared.keys.init(WARPS);
+    for (Handover& handover : shared.q_handover) handover.init(WARPS);
+    for (Handover& handover : shared.dout_handover) handover.init(WARPS);
+    for (Handover& handover : shared.dscores_handover) handover.init(WARPS, WARPS);
     init();
     ptx::mbarrier_init_fence();
   }

@@ -1,9 +1,10 @@
 // The work of backward.cu for large heads, whose dk and dv of 64 keys do not fit one warpgroup's registers.
 //
 // grid       one block for each (batch, kv head), part of the head's group, and tile of TILE_N keys
-// block      two warpgroups that compute, and one of which a warp loads (one thread of it) and, where dq is added in
-//            turn, two wait for turns, each for one that computes
-// shared     k and v tile; q and dout tiles of two steps, with lse and delta; probs and dscores of two steps
+// block      two warpgroups that compute, and one of which a warp loads (one thread of it) and two add dq, or, at 256
+//            where dq is added in turn, wait for turns, each for one that computes
+// shared     k and v tile; q and dout tiles of two steps, with lse and delta; probs and dscores of two steps; at 192 dq
+//            on its way: 226 KiB
 // registers  given 24 + 2 x 240
 //
 // The two warpgroups share the rows of scores^T and dprobs^T, keys by rows, and the columns of dk, dv and dq. So probs
@@ -12,7 +13,8 @@
 // and waits, at each bar, only for what it needs next: the additions, or dq's way to shared memory, have four products
 // beside them.
 //
-// Cycles as in backward.cu, of a step of 64 rows x 64 keys; additions to dq at 17 bytes a cycle, what red reaches:
+// Cycles as in backward.cu, of a step of 64 rows x 64 keys; additions to dq at 17 bytes a cycle, what red reaches (at
+// 192 the copy engine adds):
 //   head_dim   MMA    MUFU   shared        dq     expected                measured (192: 4096 keys)
 //   192        1920   256    2016 + 512    2891   470 to 550                418 / 387
 //   256        2560   256    2688 + 640    3855   480 to 560 / 460 to 540   455 / 446
@@ -127,6 +129,7 @@ __device__ __forceinline__ void take_turns(const BwdParams& params, SharedStorag
   for (uint32_t number = 0; number < steps; ++number) {
     // The note is there. Not missed: before this turn nobody finishes with q.
     shared.q_handover[number % 2].wait_full(number / 2 % 2);
+    __syncwarp();  // all lanes have seen that phase end, before the next one can
     const StepNote& note = shared.notes[number % NOTES];
     int32_t* const counter = params.dq_turn + note.counter + warpgroup;
     if (is_speaker) {
@@ -146,7 +149,6 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
   const AttnProblem& p = params.problem;
   const volatile Work& work = shared.work;  // read at each use: registers are short
   const Mask mask(p);
-  const bool is_speaker = threadIdx.x % WARPGROUP_THREADS == 0;
   // Of the keys of the tile, and of the rows of dq.
   const auto warp_row = [] { return ptx::thread_index() / 32 % 4 * 16; };
   const auto lane_index = [] { return ptx::thread_index() % 32; };
@@ -285,9 +287,9 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       ptx::wgmma_wait<2>();  // dv, dk
       ptx::hold(acc_dv);
       ptx::hold(acc_dk);
-      // Of q and dout, which products read; lse and delta all four warps have read before these products.
-      shared.q_handover[now].release(is_speaker);
-      shared.dout_handover[now].release(is_speaker);
+      // Of q and dout, which products read; lse and delta have been read before these products.
+      shared.q_handover[now].release(lane_index() == 0);
+      shared.dout_handover[now].release(lane_index() == 0);
       ptx::wgmma_wait<0>();
       ++number;
       if (!is_last) share(number, STAGE_DQ ? &dq_handover : nullptr, scores, dprobs);

@@ -4,6 +4,7 @@
 // Faults: a write to operands or accumulators meanwhile; operands from ordinary stores without a proxy fence; a product
 // without a fence before it; barriers and descriptors that are not as the manual wants them.
 #pragma once
+#include <algorithm>
 #include <cuda.h>
 
 #include "machine.h"
@@ -153,6 +154,9 @@ inline float element(uint64_t descriptor, int mn, int k, bool across, bool is_bf
 
 // A write begins: no product under way may still read there.
 inline void check_products(uint32_t address, size_t bytes) {
+  // What nobody has written yet is NaN: it would show in a result.
+  const unsigned char* now = at(address, bytes);
+  if (std::all_of(now, now + bytes, [](unsigned char byte) { return byte == 0xff; })) return;
   for (const auto& [index, warpgroup] : warpgroups) {
     const auto reads = [&](uint64_t descriptor, int size, bool across) {
       for (int k = 0; k < 16; k += 8)
@@ -345,6 +349,7 @@ inline void copy_bytes(uint32_t smem, const void* gmem, uint32_t bytes, uint32_t
 // How many a thread has under way: they read at any time, and add at any time after that, also when the block has ended.
 struct Additions {
   int unread = 0, unmade = 0;
+  bool is_waited_for = true;
 };
 inline std::map<int, Additions> additions;
 inline void add_bytes(float* gmem, uint32_t smem, uint32_t bytes) {
@@ -355,6 +360,7 @@ inline void add_bytes(float* gmem, uint32_t smem, uint32_t bytes) {
   Additions& own = additions[current->index];
   ++own.unread;
   ++own.unmade;
+  own.is_waited_for = false;
   start([=, &own] {
     std::vector<float> numbers(bytes / 4);
     std::memcpy(numbers.data(), at(smem, bytes), bytes);
@@ -370,10 +376,18 @@ inline void wait_until_read() {
   wait("an addition's reads", [&own] { return own.unread == 0; });
 }
 inline void wait_until_added() {
-  const Additions& own = additions[current->index];
+  Additions& own = additions[current->index];
   wait("an addition", [&own] { return own.unmade == 0; });
+  own.is_waited_for = true;
   for (Addition& addition : current->additions) addition.is_made = true;
 }
+
+// A warp that adds in turn has waited for all that its lanes add.
+inline const bool additions_are_made_in_turn = (demands_of_passing.push_back([] {
+  for (int lane = 0; lane < 32; ++lane)
+    if (const int index = current->index / 32 * 32 + lane; !additions[index].is_waited_for)
+      fault("thread %d passes a turn on: an addition of thread %d may not be made", current->index, index);
+}), true);
 
 inline const bool these_end_with_the_block = (resets.push_back([] {
   counting_barriers.clear();

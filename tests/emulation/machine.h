@@ -67,6 +67,7 @@ struct Thread {
   bool is_done = false;
   const char* waits_for = nullptr;
   std::function<bool()> is_over;  // what it waits for
+  int lingers = 0;                // rounds that it does not run
   const int32_t* turn = nullptr;    // as of the last barrier
   std::vector<Addition> additions;  // in turns that are not passed on
 };
@@ -88,6 +89,13 @@ inline void run_on(Thread& thread) {
 }
 inline void pause() {
   if (!_setjmp(current->place)) _longjmp(scheduler, 1);
+}
+
+// After what lets others go on: sometimes they go on for long before this thread does.
+inline void linger() {
+  if (timing == Timing::AT_ONCE || chance() % 16 != 0) return;
+  current->lingers = chance() % 512;
+  pause();
 }
 
 template <class IsOver>
@@ -204,7 +212,11 @@ inline std::vector<std::function<void()>> resets;
 constexpr int WARPGROUP = 128;
 inline std::map<int, const int32_t*> turns;
 
-inline void take_turn(const int32_t* counter) { turns[current->index / WARPGROUP] = counter; }
+inline std::map<int, const int32_t*> turns_of_warps;  // that they have looked for, and not passed on
+inline void take_turn(const int32_t* counter) {
+  turns[current->index / WARPGROUP] = counter;
+  turns_of_warps[warp()] = counter;
+}
 inline void note_addition(bool is_made) {
   if (!current->turn) return;
   const bool is_like_last = !current->additions.empty() && current->additions.back().counter == current->turn &&
@@ -214,8 +226,13 @@ inline void note_addition(bool is_made) {
 inline void arrive_with_additions() {
   for (Addition& addition : current->additions) addition.has_barrier |= addition.is_made;
 }
+// What else has to be true of the thread that passes a turn on.
+inline std::vector<std::function<void()>> demands_of_passing;
 inline void learn_turn() { current->turn = turns[current->index / WARPGROUP]; }
 inline void pass_turn(const int32_t* counter) {
+  if (turns_of_warps[warp()] != counter) fault("thread %d passes a turn on that it has not waited for", current->index);
+  turns_of_warps[warp()] = nullptr;
+  for (const auto& demand : demands_of_passing) demand();
   const int first = current->index / WARPGROUP * WARPGROUP;
   for (Thread& thread : threads) {
     if (thread.index / WARPGROUP * WARPGROUP != first) continue;
@@ -270,6 +287,7 @@ inline void run_block(int block_threads) {
   }
   meetings.clear();
   turns.clear();
+  turns_of_warps.clear();
   for (const auto& reset : resets) reset();
   std::memset(shared, 0xff, SHARED_SIZE);  // NaN
   for (Chunk& chunk : chunks) chunk = Chunk();
@@ -285,7 +303,8 @@ inline void run_block(int block_threads) {
       Thread& thread = threads[(first + i) % block_threads];
       if (thread.is_done) continue;
       is_over = false;
-      if (rest[thread.index / 32] > 0) {
+      if (rest[thread.index / 32] > 0 || thread.lingers > 0) {
+        thread.lingers -= thread.lingers > 0;
         any_rests = true;
       } else if (!thread.waits_for || thread.is_over()) {
         any_ran = true;
