@@ -219,7 +219,8 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     // Makes probs and dscores of them. Of two stages of both one is written while the other warpgroup may still read
     // the other; that it has finished with the one before that, it says with those of the last step.
     // `dq` is handed on with them: what the last step has stored, or null.
-    const auto share = [&](uint32_t number, Handover* dq, float(&scores)[1][ROW_TILES][4], float(&dprobs)[1][ROW_TILES][4]) {
+    const auto share = [&](uint32_t number, Handover* dq, float(&scores)[1][ROW_TILES][4],
+                           float(&dprobs)[1][ROW_TILES][4]) {
       ptx::hold(scores);
       ptx::hold(dprobs);
       const StepNote& note = shared.notes[number % NOTES];
