@@ -41,7 +41,6 @@
 
 #include "../common/softmax.cuh"
 #include "../ptx/proxy_fence.cuh"
-#include "../ptx/shared.cuh"
 #include "../ptx/stmatrix.cuh"
 #include "../ptx/wgmma.cuh"
 #include "backward_steps.cuh"
@@ -168,11 +167,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     Handover& dq_handover = shared.dq_handover[warpgroup];
     const auto stage_dq_of = [&](uint32_t of, float(&acc_dq)[1][DQ_TILES][4]) {
       ptx::hold(acc_dq);
-      dq_handover.wait_empty(of % 2);
-      const uint32_t to = smem_address(&shared.dq[warpgroup][ptx::thread_index() / 32 % 4]) +
-                          lane_index() * AccLayout::LANE_STRIDE * sizeof(float);
-#pragma unroll
-      for (int j = 0; j < DQ_TILES; ++j) ptx::store_v4(to + j * AccLayout::PIECE * sizeof(float), acc_dq[0][j]);
+      stage_dq(shared.dq[warpgroup], dq_handover, of % 2, acc_dq);
     };
     // What all lanes have stored.
     const auto hand_on = [&](Handover& handover) {

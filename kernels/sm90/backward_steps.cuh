@@ -6,6 +6,7 @@
 #include "../launch.cuh"
 #include "../ptx/ordered.cuh"
 #include "../ptx/setmaxnreg.cuh"
+#include "../ptx/shared.cuh"
 #include "pipeline.cuh"
 #include "store.cuh"
 #include "tile.cuh"
@@ -110,6 +111,18 @@ __device__ __forceinline__ void load_steps(const BackwardArguments& arguments, S
 __device__ __forceinline__ void wait_for_turn(const int32_t* counter, int turn) {
   while (ptx::load_acquire(counter) != turn) {
   }
+}
+
+// Stores a warp's part of dq for `add_dq`, once what lies there has been read.
+template <int SIZE, int N_TILES>
+__device__ __forceinline__ void stage_dq(const float (&staged)[4][SIZE], Handover& handover, uint32_t phase,
+                                         const float (&acc_dq)[1][N_TILES][4]) {
+  static_assert(SIZE >= N_TILES * AccLayout::PIECE);
+  handover.wait_empty(phase);
+  const uint32_t to = smem_address(&staged[ptx::thread_index() / 32 % 4]) +
+                      ptx::thread_index() % 32 * AccLayout::LANE_STRIDE * sizeof(float);
+#pragma unroll
+  for (int j = 0; j < N_TILES; ++j) ptx::store_v4(to + j * AccLayout::PIECE * sizeof(float), acc_dq[0][j]);
 }
 
 // What a warp does for warpgroup `warpgroup`, which computes: adds its part of dq, of 64 rows and `cols` columns from

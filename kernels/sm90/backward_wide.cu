@@ -181,15 +181,6 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
         dq_handover.release(lane_index() == 0);
       }
     };
-    // For the copy engine to add, once this is handed on.
-    const auto stage_dq = [&](float(&acc_dq)[1][COL_TILES][4]) {
-      ptx::hold(acc_dq);
-      dq_handover.wait_empty(number % 2);
-      const uint32_t to = smem_address(&shared.dq[warpgroup][ptx::thread_index() / 32 % 4]) +
-                          lane_index() * AccLayout::LANE_STRIDE * sizeof(float);
-#pragma unroll
-      for (int j = 0; j < COL_TILES; ++j) ptx::store_v4(to + j * AccLayout::PIECE * sizeof(float), acc_dq[0][j]);
-    };
     const auto hand_on = [&](Handover& first, Handover* second) {
       ptx::proxy_fence();
       __syncwarp();  // all lanes' part is there
@@ -281,7 +272,9 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       };
       if constexpr (STAGE_DQ) {
         begin_next();
-        stage_dq(acc_dq);
+        // For the copy engine to add, once this is handed on.
+        ptx::hold(acc_dq);
+        stage_dq(shared.dq[warpgroup], dq_handover, number % 2, acc_dq);
       } else {
         add_dq_of(dq, acc_dq, begin_next);
       }

@@ -4,7 +4,6 @@
 // Faults: a write to operands or accumulators meanwhile; operands from ordinary stores without a proxy fence; a product
 // without a fence before it; barriers and descriptors that are not as the manual wants them.
 #pragma once
-#include <algorithm>
 #include <cuda.h>
 
 #include "machine.h"
@@ -17,6 +16,7 @@ struct CountingBarrier {
   int arrivals = 0, missing = 0;
   int64_t bytes = 0;  // missing
   uint32_t phase = 0;
+  const int32_t* turn = nullptr;  // of the last warp to arrive that has one
 
   void settle() {
     if (missing == 0 && bytes == 0) {
@@ -38,6 +38,8 @@ inline void make_barrier(uint32_t address, int arrivals) {
 inline void arrive(uint32_t address, int64_t bytes) {
   CountingBarrier& barrier = counting_barrier(address);
   if (barrier.missing == 0) fault("mbarrier %#x: more than %d arrivals", address, barrier.arrivals);
+  arrive_for_warp();
+  if (const int32_t* turn = turns_of_warps[warp()]) barrier.turn = turn;
   --barrier.missing;
   barrier.bytes += bytes;
   barrier.settle();
@@ -50,6 +52,7 @@ inline void complete(uint32_t address, int64_t bytes) {
 inline void wait_for_phase(uint32_t address, uint32_t parity) {
   counting_barrier(address);
   wait("an mbarrier", [address, parity] { return counting_barriers[address].phase != parity % 2; });
+  if (const int32_t* turn = counting_barriers[address].turn) current->turn = turn;
 }
 
 // ---- barriers by number -----------------------------------------------------------------------------
@@ -154,9 +157,6 @@ inline float element(uint64_t descriptor, int mn, int k, bool across, bool is_bf
 
 // A write begins: no product under way may still read there.
 inline void check_products(uint32_t address, size_t bytes) {
-  // What nobody has written yet is NaN: it would show in a result.
-  const unsigned char* now = at(address, bytes);
-  if (std::all_of(now, now + bytes, [](unsigned char byte) { return byte == 0xff; })) return;
   for (const auto& [index, warpgroup] : warpgroups) {
     const auto reads = [&](uint64_t descriptor, int size, bool across) {
       for (int k = 0; k < 16; k += 8)
@@ -349,7 +349,6 @@ inline void copy_bytes(uint32_t smem, const void* gmem, uint32_t bytes, uint32_t
 // How many a thread has under way: they read at any time, and add at any time after that, also when the block has ended.
 struct Additions {
   int unread = 0, unmade = 0;
-  bool is_waited_for = true;
 };
 inline std::map<int, Additions> additions;
 inline void add_bytes(float* gmem, uint32_t smem, uint32_t bytes) {
@@ -360,7 +359,6 @@ inline void add_bytes(float* gmem, uint32_t smem, uint32_t bytes) {
   Additions& own = additions[current->index];
   ++own.unread;
   ++own.unmade;
-  own.is_waited_for = false;
   start([=, &own] {
     std::vector<float> numbers(bytes / 4);
     std::memcpy(numbers.data(), at(smem, bytes), bytes);
@@ -376,18 +374,10 @@ inline void wait_until_read() {
   wait("an addition's reads", [&own] { return own.unread == 0; });
 }
 inline void wait_until_added() {
-  Additions& own = additions[current->index];
+  const Additions& own = additions[current->index];
   wait("an addition", [&own] { return own.unmade == 0; });
-  own.is_waited_for = true;
   for (Addition& addition : current->additions) addition.is_made = true;
 }
-
-// A warp that adds in turn has waited for all that its lanes add.
-inline const bool additions_are_made_in_turn = (demands_of_passing.push_back([] {
-  for (int lane = 0; lane < 32; ++lane)
-    if (const int index = current->index / 32 * 32 + lane; !additions[index].is_waited_for)
-      fault("thread %d passes a turn on: an addition of thread %d may not be made", current->index, index);
-}), true);
 
 inline const bool these_end_with_the_block = (resets.push_back([] {
   counting_barriers.clear();

@@ -60,10 +60,7 @@ inline cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function
 }
 
 inline void __syncthreads() { machine::barrier(); }
-inline void __syncwarp() {
-  char nothing = 0;
-  machine::together(32, "__syncwarp", nothing, [](auto&) {});
-}
+inline void __syncwarp() { machine::sync_warp(); }
 inline void __threadfence() {}
 inline size_t __cvta_generic_to_shared(const void* pointer) { return machine::shared_address(pointer); }
 

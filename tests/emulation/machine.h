@@ -56,7 +56,8 @@ struct Index {
 struct Addition {
   const int32_t* counter;
   bool is_made;
-  bool has_barrier;  // since it was made
+  bool is_in_warp = false;   // at a __syncwarp since it was made
+  bool has_barrier = false;  // that others see, since it was made
 };
 
 struct Thread {
@@ -207,8 +208,10 @@ inline std::vector<std::function<void()>> resets;
 
 // ---- additions in turn ------------------------------------------------------------------------------
 
-// Turns are taken by one thread for its warpgroup; the others know of it by a barrier. When it passes the turn on, all
-// additions of the warpgroup in that turn have to be made, and each of its threads at a barrier since.
+// Turns are taken by one thread. Others know of it by a barrier of their warpgroup, by a __syncwarp of its warp, or by an
+// mbarrier at which its warp arrives. When it passes the turn on, all additions in that turn have to be made, and each of
+// their threads at a barrier since: of its warpgroup, an mbarrier of its warp after a __syncwarp, or, in the warp that
+// passes the turn on, a __syncwarp.
 constexpr int WARPGROUP = 128;
 inline std::map<int, const int32_t*> turns;
 
@@ -220,25 +223,29 @@ inline void take_turn(const int32_t* counter) {
 inline void note_addition(bool is_made) {
   if (!current->turn) return;
   const bool is_like_last = !current->additions.empty() && current->additions.back().counter == current->turn &&
-                            current->additions.back().is_made == is_made && !current->additions.back().has_barrier;
-  if (!is_like_last) current->additions.push_back({current->turn, is_made, false});
+                            current->additions.back().is_made == is_made && !current->additions.back().is_in_warp &&
+                            !current->additions.back().has_barrier;
+  if (!is_like_last) current->additions.push_back({current->turn, is_made});
+}
+// At an mbarrier, for what the lanes of the warp have made before their last __syncwarp.
+inline void arrive_for_warp() {
+  for (int lane = 0; lane < 32; ++lane) {
+    Thread& thread = threads[current->index / 32 * 32 + lane];
+    for (Addition& addition : thread.additions)
+      addition.has_barrier |= addition.is_in_warp || (&thread == current && addition.is_made);
+  }
 }
 inline void arrive_with_additions() {
   for (Addition& addition : current->additions) addition.has_barrier |= addition.is_made;
 }
-// What else has to be true of the thread that passes a turn on.
-inline std::vector<std::function<void()>> demands_of_passing;
 inline void learn_turn() { current->turn = turns[current->index / WARPGROUP]; }
 inline void pass_turn(const int32_t* counter) {
   if (turns_of_warps[warp()] != counter) fault("thread %d passes a turn on that it has not waited for", current->index);
   turns_of_warps[warp()] = nullptr;
-  for (const auto& demand : demands_of_passing) demand();
-  const int first = current->index / WARPGROUP * WARPGROUP;
   for (Thread& thread : threads) {
-    if (thread.index / WARPGROUP * WARPGROUP != first) continue;
     std::erase_if(thread.additions, [&](const Addition& addition) {
       if (addition.counter != counter) return false;
-      if (!addition.has_barrier)
+      if (!addition.has_barrier && !(addition.is_in_warp && thread.index / 32 == warp()))
         fault("thread %d passes a turn on: an addition of thread %d %s", current->index, thread.index,
               addition.is_made ? "has no barrier since" : "may not be made");
       return true;
@@ -246,6 +253,12 @@ inline void pass_turn(const int32_t* counter) {
   }
 }
 
+inline void sync_warp() {
+  char nothing = 0;
+  for (Addition& addition : current->additions) addition.is_in_warp |= addition.is_made;
+  together(32, "__syncwarp", nothing, [](auto&) {});
+  if (const int32_t* turn = turns_of_warps[warp()]) current->turn = turn;
+}
 inline void barrier() {
   char nothing = 0;
   arrive_with_additions();
