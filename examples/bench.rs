@@ -162,21 +162,24 @@ fn rows(set: &str) -> Result<Vec<Row>> {
 
 /// Median milliseconds of a call: of chunks that are long enough for the clock, each synchronised once.
 fn time(device: &Device, time: Duration, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
-    call()?;
-    device.synchronize()?;
-    let started = Instant::now();
-    call()?;
-    device.synchronize()?;
-    let chunk = (2e-3 / started.elapsed().as_secs_f64().max(1e-6)).clamp(1., 200.) as usize;
-    let mut chunks = Vec::new();
-    let started = Instant::now();
-    while started.elapsed() < 2 * time || chunks.len() < 6 {
-        let chunk_started = Instant::now();
-        for _ in 0..chunk {
+    let mut chunk = |calls: usize| -> Result<f64> {
+        let started = Instant::now();
+        for _ in 0..calls {
             call()?;
         }
         device.synchronize()?;
-        chunks.push(chunk_started.elapsed().as_secs_f64() * 1e3 / chunk as f64);
+        Ok(started.elapsed().as_secs_f64() * 1e3)
+    };
+    chunk(1)?;
+    // Doubled, and not computed from one call: the first ones after a synchronisation cost the allocator more.
+    let mut calls = 1;
+    while chunk(calls)? < 2. {
+        calls *= 2;
+    }
+    let mut chunks = Vec::new();
+    let started = Instant::now();
+    while started.elapsed() < 2 * time || chunks.len() < 6 {
+        chunks.push(chunk(calls)? / calls as f64);
     }
     // The first half was the warm-up.
     let mut warm = chunks.split_off(chunks.len() / 2);
@@ -349,7 +352,8 @@ fn bench(
         report(row, "bwd", ms, 2.5 * row.operations(), args, matmul);
     }
     if row.is_tiny() {
-        let (cq, ck) = (cq.transpose(1, 2)?, ck.transpose(1, 2)?.t()?);
+        let [cq, ck] = [cq, ck].map(|x| x.transpose(1, 2)?.contiguous());
+        let (cq, ck) = (cq?, ck?.t()?);
         let ms = time(device, duration, || Ok(cq.matmul(&ck).map(drop)?))?;
         report_product(ms, args);
     }

@@ -84,7 +84,8 @@ pub struct Args {
     #[arg(long)]
     profile: bool,
 
-    /// Search for the longest context of which one sequence trains, in steps of N tokens; up to --seqlen where given
+    /// Search for the longest context of which one sequence trains, one step each, in multiples of N tokens; up to
+    /// --seqlen where given
     #[arg(long, value_name = "N", value_parser = at_least_one, conflicts_with = "profile")]
     longest: Option<usize>,
 

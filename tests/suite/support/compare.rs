@@ -1,7 +1,7 @@
 //! Where two results differ, and by how much.
 
 use anyhow::{Result, bail, ensure};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor, WithDType};
 use half::{bf16, f16};
 
 use super::problem::Problem;
@@ -70,8 +70,7 @@ pub fn identical(name: &str, ours: &Tensor, theirs: &Tensor) -> Result<()> {
         theirs.dtype(),
         theirs.dims()
     );
-    let (a, b) = (bits(ours)?, bits(theirs)?);
-    let differing: Vec<usize> = (0..a.len()).filter(|&i| a[i] != b[i]).collect();
+    let differing = differing(ours, theirs)?;
     if let (Some(&first), Some(&last)) = (differing.first(), differing.last()) {
         bail!(
             "{name} of shape {:?}: {:e} and {:e} at {:?}; {} of {} numbers differ, the last at {:?}",
@@ -80,29 +79,36 @@ pub fn identical(name: &str, ours: &Tensor, theirs: &Tensor) -> Result<()> {
             host(theirs)?[first],
             coordinates(first, ours.dims()),
             differing.len(),
-            a.len(),
+            ours.elem_count(),
             coordinates(last, ours.dims()),
         );
     }
     Ok(())
 }
 
-/// The bits of each number in row-major order.
-fn bits(tensor: &Tensor) -> Result<Vec<u64>> {
-    let tensor = tensor.to_device(&Device::Cpu)?.flatten_all()?;
-    let bits = match tensor.dtype() {
-        DType::F16 => {
-            let values = tensor.to_vec1::<f16>()?;
-            values.iter().map(|x| u64::from(x.to_bits())).collect()
-        }
-        DType::BF16 => {
-            let values = tensor.to_vec1::<bf16>()?;
-            values.iter().map(|x| u64::from(x.to_bits())).collect()
-        }
+/// Where, in row-major order, the bits of two tensors of one shape and type differ.
+fn differing(ours: &Tensor, theirs: &Tensor) -> Result<Vec<usize>> {
+    match ours.dtype() {
+        DType::F16 => unequal_by(ours, theirs, f16::to_bits),
+        DType::BF16 => unequal_by(ours, theirs, bf16::to_bits),
+        DType::F32 => unequal_by(ours, theirs, f32::to_bits),
         // Exact in f64, so equal bits there are equal bits here.
-        _ => host(&tensor)?.into_iter().map(f64::to_bits).collect(),
-    };
-    Ok(bits)
+        _ => unequal_by(
+            &ours.to_dtype(DType::F64)?,
+            &theirs.to_dtype(DType::F64)?,
+            f64::to_bits,
+        ),
+    }
+}
+
+fn unequal_by<T: WithDType, B: PartialEq>(
+    ours: &Tensor,
+    theirs: &Tensor,
+    bits: impl Fn(T) -> B,
+) -> Result<Vec<usize>> {
+    let a = ours.flatten_all()?.to_vec1::<T>()?;
+    let b = theirs.flatten_all()?.to_vec1::<T>()?;
+    Ok((0..a.len()).filter(|&i| bits(a[i]) != bits(b[i])).collect())
 }
 
 /// [`identical`] for all that a call gives. On a GPU dq may differ unless the problem asks for the same bits.
