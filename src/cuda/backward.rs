@@ -28,9 +28,12 @@ const PIECES_TOGETHER: usize = 4;
 /// 539 in 8, 548 in 16, 506 in 32; 32/8, 128, 8 x 2048: 436 in 1, 407 in 2.
 const ROUNDS: usize = 3;
 const ROUNDS_WITH_DIAGONAL: usize = 7;
-/// In order, with a diagonal, the longest blocks come last. Measured on an H200 (deterministic, causal, 2 x 8192,
-/// head_dim 128): 378 TFLOP/s with 1 part, 458 with 2, 477 with 4 (32/8 heads); 352, 382, 469 (64/8 heads).
-const ROUNDS_IN_ORDER: usize = 28;
+/// Visible keys from which on, in order and with a diagonal, each head of a group is given to blocks of its own; to half as many
+/// with half as many keys. A block that begins with the next head waits for those that have not; the sums of dk and dv
+/// take less of the time the more keys there are. Measured on an H200 (deterministic, causal, head_dim 128 but for the
+/// 4096 keys, 64; TFLOP/s by parts): 2048 keys, 32/8 heads 368 in 1, 373 in 2, 341 in 4; 4096, 32/8 388, 390, 369; 4096,
+/// 9/3 329 in 1, 346 in 3; 8192, 32/8 389, 453, 468; 8192, 64/8 352, 382, 469 and 479 in 8; 32768, 32/8 358, 373, 419.
+const KEYS_FOR_ALL_PARTS: usize = 8192;
 /// Copies of dk and dv in f32 that sharing out may take at most.
 const MAX_GROUP_PARTS: usize = 64;
 
@@ -222,14 +225,14 @@ fn backward_typed<E: Element>(
     ])
 }
 
-/// How many blocks share the query heads of a group: one, unless there are too few blocks to fill the GPU.
-/// Sharing costs a sum of dk and dv in f32 for each part, in memory and time.
+/// How many blocks share the query heads of a group: one, unless there are too few blocks to fill the GPU, or those that
+/// there are would wait for each other. Sharing costs a sum of dk and dv in f32 for each part, in memory and time.
 fn group_parts(params: &AttnParams, gpu: &Gpu, chosen: &Chosen<BwdParams>) -> usize {
     let blocks = params.batch
         * params.num_kv_heads
         * params.seqlen_k.div_ceil(chosen.kernel.tile_n as usize);
-    let rounds = match params.mask.window_right() {
-        Some(_) if params.deterministic => ROUNDS_IN_ORDER,
+    let (left, right) = (params.mask.window_left(), params.mask.window_right());
+    let rounds = match right {
         Some(_) => ROUNDS_WITH_DIAGONAL,
         None => ROUNDS,
     };
@@ -238,8 +241,16 @@ fn group_parts(params: &AttnParams, gpu: &Gpu, chosen: &Chosen<BwdParams>) -> us
     // The kernels multiply a part's number and the group's size in 32 bits.
     let most = MAX_GROUP_PARTS.min(i32::MAX as usize / group_size);
     let divisors = || (1..=most.min(group_size)).filter(|parts| group_size.is_multiple_of(*parts));
+    let least = match right {
+        Some(right) if params.deterministic => {
+            let visible = left.map_or(usize::MAX, |left| left.saturating_add(right));
+            let keys = params.seqlen_k.min(visible).min(KEYS_FOR_ALL_PARTS);
+            group_size * keys / KEYS_FOR_ALL_PARTS
+        }
+        _ => 1,
+    };
     divisors()
-        .find(|parts| blocks * parts >= wanted)
+        .find(|&parts| parts >= least && blocks * parts >= wanted)
         .or_else(|| divisors().next_back())
         .unwrap_or(1)
 }
