@@ -132,6 +132,7 @@ mod cuda {
             headers(Path::new("kernels")).map_err(|error| format!("kernels/: {error}"))?;
         let units = units();
         let nvcc = nvcc_version(&toolkit)?;
+        try_nvcc(&toolkit, &nvcc, &out)?;
         let started = std::time::Instant::now();
         let next = AtomicUsize::new(0);
         let failures = Mutex::new(Vec::new());
@@ -158,7 +159,12 @@ mod cuda {
         });
         let failures = failures.into_inner().unwrap_or_default();
         if !failures.is_empty() {
-            return Err(format!("nvcc failed for {}", failures.join(", ")));
+            println!(
+                "cargo::error=nvcc failed for {}: what it said is below",
+                failures.join(", ")
+            );
+            // cargo shows what was printed only where the script fails.
+            std::process::exit(1);
         }
 
         // For scripts/kernel-report.py. Within a second nothing was compiled.
@@ -229,6 +235,37 @@ mod cuda {
         let output = std::process::Command::new(&nvcc).arg("--version").output();
         let output = output.map_err(|error| format!("{}: {error}", nvcc.display()))?;
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// Compiles nothing, for the newest architecture: what is missing besides nvcc is said in one line.
+    fn try_nvcc(toolkit: &Path, version: &str, out: &Path) -> Result<(), String> {
+        let source = out.join("nothing.cu");
+        std::fs::write(&source, "__global__ void nothing() {}\n")
+            .map_err(|error| format!("{}: {error}", source.display()))?;
+        let mut nvcc = std::process::Command::new(toolkit.join("bin").join("nvcc"));
+        nvcc.args(["-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-c"]);
+        if let Some(compiler) = std::env::var_os("NVCC_CCBIN") {
+            // As bindgen_cuda calls it.
+            nvcc.arg("-allow-unsupported-compiler")
+                .arg("-ccbin")
+                .arg(compiler);
+        }
+        nvcc.arg("-o").arg(out.join("nothing.o")).arg(&source);
+        let output = nvcc.output().map_err(|error| format!("nvcc: {error}"))?;
+        if output.status.success() {
+            return Ok(());
+        }
+        let said = [output.stderr, output.stdout].concat();
+        let said = String::from_utf8_lossy(&said);
+        let release = version.lines().find(|line| line.contains("release"));
+        Err(format!(
+            "the feature `cuda` needs nvcc of CUDA 12 or 13 and a C++17 compiler for it (on PATH, or named by $NVCC_CCBIN); {} ({}) says: {}",
+            toolkit.join("bin").join("nvcc").display(),
+            release.unwrap_or("of no known release").trim(),
+            said.lines()
+                .find(|line| !line.trim().is_empty())
+                .unwrap_or("nothing")
+        ))
     }
 
     /// Every header below a folder: a change to one compiles all again.

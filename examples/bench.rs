@@ -10,6 +10,8 @@
 //! of it where causal, two and a half times that backward. The backward is timed as candle runs it: with the
 //! gradient of ones that it begins with, and the zeros that it adds gradients to.
 //!
+//! `--record FILE` adds what was measured to a file, as those in `benches/record` are kept.
+//!
 //! `--memory` measures, in place of time, the most memory that a forward and backward hold beyond their inputs, gradients and
 //! all, for this op and for [`reference`], the formula in plain tensor operations.
 
@@ -18,12 +20,17 @@ mod gpu_memory;
 #[path = "common/out_of_memory.rs"]
 mod out_of_memory;
 
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_flash_gqa::{AttnOptions, flash_attn_with, reference};
 use clap::Parser;
+use time::OffsetDateTime;
 
 use gpu_memory::GpuMemory;
 use out_of_memory::is_out_of_memory;
@@ -57,6 +64,9 @@ struct Args {
     /// One JSON object a line instead of a table.
     #[arg(long)]
     json: bool,
+    /// Appends the rows to a Markdown file too, below the date, the GPU and the commit.
+    #[arg(long, value_name = "FILE", conflicts_with = "memory")]
+    record: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -161,7 +171,7 @@ fn rows(set: &str) -> Result<Vec<Row>> {
 }
 
 /// Median milliseconds of a call: of chunks that are long enough for the clock, each synchronised once.
-fn time(device: &Device, time: Duration, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
+fn median_ms(device: &Device, time: Duration, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
     let mut chunk = |calls: usize| -> Result<f64> {
         let started = Instant::now();
         for _ in 0..calls {
@@ -204,27 +214,13 @@ fn main() -> Result<()> {
     let n = 8192;
     let matrix = || Tensor::randn(0f32, 1., (n, n), &device)?.to_dtype(dtype);
     let (a, b) = (matrix()?, matrix()?);
-    let ms = time(&device, duration, || Ok(a.matmul(&b).map(drop)?))?;
+    let ms = median_ms(&device, duration, || Ok(a.matmul(&b).map(drop)?))?;
     let matmul = 2. * (n as f64).powi(3) / ms / 1e9;
     drop((a, b));
-    if args.json {
-        println!(
-            "{}",
-            serde_json::json!({"matmul_tflops": matmul, "dtype": args.dtype})
-        );
-    } else {
-        println!(
-            "{} matrix product of 8192^3: {matmul:.0} TFLOP/s",
-            args.dtype
-        );
-        println!(
-            "{:4} {:>8} {:>6} {:>14} {:6} {:>9} {:>8} {:>6}",
-            "pass", "head_dim", "heads", "batch x keys", "mask", "ms", "TFLOP/s", "share"
-        );
-    }
-
+    let mut report = Report::new(&args, &device, matmul)?;
     for row in chosen_rows(&args)? {
-        bench(row, &args, &device, dtype, duration, matmul).with_context(|| format!("{row:?}"))?;
+        bench(row, &args, &device, dtype, duration, &mut report)
+            .with_context(|| format!("{row:?}"))?;
     }
     Ok(())
 }
@@ -332,7 +328,7 @@ fn bench(
     device: &Device,
     dtype: DType,
     duration: Duration,
-    matmul: f64,
+    report: &mut Report,
 ) -> Result<()> {
     let [q, k, v] = inputs(row, device, dtype)?;
     let options = options(row, args);
@@ -342,64 +338,171 @@ fn bench(
         v.as_detached_tensor(),
     ];
     let [cq, ck, cv] = &constants;
-    let ms = time(device, duration, || {
+    let ms = median_ms(device, duration, || {
         Ok(flash_attn_with(cq, ck, cv, &options).map(drop)?)
     })?;
-    report(row, "fwd", ms, row.operations(), args, matmul);
+    report.row(row, "fwd", ms, row.operations())?;
     if row.backward {
         let out = flash_attn_with(&q, &k, &v, &options)?;
-        let ms = time(device, duration, || Ok(out.backward().map(drop)?))?;
-        report(row, "bwd", ms, 2.5 * row.operations(), args, matmul);
+        let ms = median_ms(device, duration, || Ok(out.backward().map(drop)?))?;
+        report.row(row, "bwd", ms, 2.5 * row.operations())?;
     }
     if row.is_tiny() {
         let [cq, ck] = [cq, ck].map(|x| x.transpose(1, 2)?.contiguous());
         let (cq, ck) = (cq?, ck?.t()?);
-        let ms = time(device, duration, || Ok(cq.matmul(&ck).map(drop)?))?;
-        report_product(ms, args);
+        let ms = median_ms(device, duration, || Ok(cq.matmul(&ck).map(drop)?))?;
+        report.tiny_product(ms)?;
     }
     ensure!(device.synchronize().is_ok(), "the device failed");
     Ok(())
 }
 
-/// What a call costs at least: candle's product of the tiny row's q and k.
-fn report_product(ms: f64, args: &Args) {
-    if args.json {
-        println!("{}", serde_json::json!({"tiny_matmul_ms": ms}));
-    } else {
-        println!("{:4} {:>38} {ms:>9.4}", "q·k", "candle's matmul");
+/// Where the figures go: a table or JSON lines, and a record.
+struct Report<'a> {
+    args: &'a Args,
+    /// TFLOP/s of a large matrix product.
+    matmul: f64,
+    record: Option<File>,
+}
+
+impl<'a> Report<'a> {
+    /// Prints the heading, and begins a section of the record.
+    fn new(args: &'a Args, device: &Device, matmul: f64) -> Result<Self> {
+        let record = match &args.record {
+            Some(path) => Some(begin_record(path, args, device, matmul)?),
+            None => None,
+        };
+        if args.json {
+            println!(
+                "{}",
+                serde_json::json!({"matmul_tflops": matmul, "dtype": args.dtype})
+            );
+        } else {
+            println!(
+                "{} matrix product of 8192^3: {matmul:.0} TFLOP/s",
+                args.dtype
+            );
+            println!(
+                "{:4} {:>8} {:>6} {:>14} {:6} {:>9} {:>8} {:>6}",
+                "pass", "head_dim", "heads", "batch x keys", "mask", "ms", "TFLOP/s", "share"
+            );
+        }
+        Ok(Self {
+            args,
+            matmul,
+            record,
+        })
+    }
+
+    fn row(&mut self, row: Row, pass: &str, ms: f64, operations: f64) -> Result<()> {
+        let args = self.args;
+        let tflops = operations / ms / 1e9;
+        let share = tflops / self.matmul;
+        let gbs = row.kv_bytes() / ms / 1e6;
+        let is_decode = row.seqlen_q == 1;
+        let head_dim = row.head_dim;
+        let heads = format!("{}/{}", row.num_heads, row.num_kv_heads);
+        let size = format!("{} x {}", row.batch, row.seqlen_k);
+        let mask = match (is_decode, row.causal) {
+            (true, _) => "decode",
+            (false, true) => "causal",
+            (false, false) => "full",
+        };
+        if let Some(record) = &mut self.record {
+            let gbs = if is_decode {
+                format!("{gbs:.0}")
+            } else {
+                String::new()
+            };
+            writeln!(
+                record,
+                "| {pass} | {head_dim} | {heads} | {size} | {mask} | {ms:.4} | {tflops:.1} | {share:.2} | {gbs} |"
+            )?;
+        }
+        if args.json {
+            let mut line = serde_json::json!({
+                "pass": pass, "dtype": args.dtype, "batch": row.batch, "seqlen_q": row.seqlen_q,
+                "seqlen_k": row.seqlen_k, "num_heads": row.num_heads, "num_kv_heads": row.num_kv_heads,
+                "head_dim": head_dim, "causal": row.causal, "deterministic": args.deterministic,
+                "ms": ms, "tflops": tflops, "share_of_matmul": share,
+            });
+            if is_decode {
+                line["gbs"] = gbs.into();
+            }
+            println!("{line}");
+        } else if is_decode {
+            println!(
+                "{pass:4} {head_dim:>8} {heads:>6} {size:>14} {mask} {ms:>9.4} {gbs:>7.0} GB/s"
+            );
+        } else {
+            println!(
+                "{pass:4} {head_dim:>8} {heads:>6} {size:>14} {mask:6} {ms:>9.4} {tflops:>8.1} {share:>6.2}"
+            );
+        }
+        Ok(())
+    }
+
+    /// What a call costs at least: candle's product of the tiny row's q and k.
+    fn tiny_product(&mut self, ms: f64) -> Result<()> {
+        if let Some(record) = &mut self.record {
+            writeln!(
+                record,
+                "| q·k, candle's matmul | 64 | 8/8 | 1 x 16 | full | {ms:.4} | | | |"
+            )?;
+        }
+        if self.args.json {
+            println!("{}", serde_json::json!({"tiny_matmul_ms": ms}));
+        } else {
+            println!("{:4} {:>38} {ms:>9.4}", "q·k", "candle's matmul");
+        }
+        Ok(())
     }
 }
 
-fn report(row: Row, pass: &str, ms: f64, operations: f64, args: &Args, matmul: f64) {
-    let tflops = operations / ms / 1e9;
-    let gbs = row.kv_bytes() / ms / 1e6;
-    let is_decode = row.seqlen_q == 1;
-    if args.json {
-        let mut line = serde_json::json!({
-            "pass": pass, "dtype": args.dtype, "batch": row.batch, "seqlen_q": row.seqlen_q,
-            "seqlen_k": row.seqlen_k, "num_heads": row.num_heads, "num_kv_heads": row.num_kv_heads,
-            "head_dim": row.head_dim, "causal": row.causal, "deterministic": args.deterministic,
-            "ms": ms, "tflops": tflops, "share_of_matmul": tflops / matmul,
-        });
-        if is_decode {
-            line["gbs"] = gbs.into();
-        }
-        println!("{line}");
-        return;
-    }
-    let heads = format!("{}/{}", row.num_heads, row.num_kv_heads);
-    let size = format!("{} x {}", row.batch, row.seqlen_k);
-    let mask = if row.causal { "causal" } else { "full" };
-    if is_decode {
-        println!(
-            "{pass:4} {:>8} {heads:>6} {size:>14} decode {ms:>9.4} {gbs:>7.0} GB/s",
-            row.head_dim
-        );
-    } else {
-        println!(
-            "{pass:4} {:>8} {heads:>6} {size:>14} {mask:6} {ms:>9.4} {tflops:>8.1} {:>6.2}",
-            row.head_dim,
-            tflops / matmul
-        );
+/// What a reader has to know of the figures, and the head of their table.
+fn begin_record(path: &Path, args: &Args, device: &Device, matmul: f64) -> Result<File> {
+    let mut file = OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(path)
+        .with_context(|| path.display().to_string())?;
+    let commit = Command::new("git")
+        .args(["describe", "--always", "--dirty"])
+        .output()
+        .ok()
+        .filter(|output| output.status.success())
+        .map(|output| String::from_utf8_lossy(&output.stdout).trim().to_string());
+    let kernels = std::env::var("CANDLE_FLASH_GQA_KERNELS").unwrap_or_default();
+    writeln!(
+        file,
+        "## examples/bench, {}\n\n{}, {} on random data, candle-flash-gqa {} at commit {}, kernels {}{}; medians over {} ms, warm. \
+         A matrix product of 8192^3 reaches {matmul:.0} TFLOP/s.\n\n\
+         | pass | head_dim | heads q/kv | batch x keys | mask | ms | TFLOP/s | share of the product | GB/s of K and V |\n\
+         | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        OffsetDateTime::now_utc().date(),
+        gpu_name(device)?,
+        args.dtype,
+        env!("CARGO_PKG_VERSION"),
+        commit.as_deref().unwrap_or("unknown"),
+        if kernels.is_empty() {
+            "as chosen"
+        } else {
+            &kernels
+        },
+        if args.deterministic {
+            ", deterministic"
+        } else {
+            ""
+        },
+        args.time,
+    )?;
+    Ok(file)
+}
+
+fn gpu_name(device: &Device) -> Result<String> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => Ok(device.cuda_stream().context().name()?),
+        other => anyhow::bail!("expected a CUDA device, got {:?}", other.location()),
     }
 }

@@ -218,7 +218,7 @@ pub(crate) fn describe_supported(device: &Device) -> String {
                     )
                 }
                 Ok(_) => kernels,
-                Err(error) => format!("unknown, since the device does not answer: {error}"),
+                Err(error) => format!("unknown: {error}"),
             }
         }
         #[cfg(not(feature = "cuda"))]

@@ -100,10 +100,11 @@ impl AttnParams {
             bail!("flash_attn: head_dim must be at least 1, got 0");
         }
         for (name, tensor) in [("q", q), ("k", k)] {
-            let numbers: u128 = tensor.dims().iter().map(|&dim| dim as u128).product();
-            if numbers >= TOO_MANY_NUMBERS {
+            // Products of some dimensions have to fit too where another is 0.
+            let dims = tensor.dims().iter().map(|&dim| dim.max(1) as u128);
+            if dims.fold(1, u128::saturating_mul) >= TOO_MANY_NUMBERS {
                 bail!(
-                    "flash_attn: {name} must have fewer than 2^44 numbers, got shape {:?}",
+                    "flash_attn: {name} must have fewer than 2^44 numbers, a dimension of 0 counted as 1, got shape {:?}",
                     tensor.dims()
                 );
             }

@@ -28,12 +28,14 @@ const PIECES_TOGETHER: usize = 4;
 /// 539 in 8, 548 in 16, 506 in 32; 32/8, 128, 8 x 2048: 436 in 1, 407 in 2.
 const ROUNDS: usize = 3;
 const ROUNDS_WITH_DIAGONAL: usize = 7;
-/// Visible keys from which on, in order and with a diagonal, each head of a group is given to blocks of its own; to half as many
-/// with half as many keys. A block that begins with the next head waits for those that have not; the sums of dk and dv
-/// take less of the time the more keys there are. Measured on an H200 (deterministic, causal, head_dim 128 but for the
-/// 4096 keys, 64; TFLOP/s by parts): 2048 keys, 32/8 heads 368 in 1, 373 in 2, 341 in 4; 4096, 32/8 388, 390, 369; 4096,
-/// 9/3 329 in 1, 346 in 3; 8192, 32/8 389, 453, 468; 8192, 64/8 352, 382, 469 and 479 in 8; 32768, 32/8 358, 373, 419.
-const KEYS_FOR_ALL_PARTS: usize = 8192;
+/// Visible keys from which on Hopper's kernels, in order and with a diagonal, give each head of a group to blocks of its
+/// own, and half as many heads with half as many keys. A block that begins with the next head waits for those that have
+/// not; the sums of dk and dv take less of the time the more keys there are. Measured on an H200 (deterministic, causal,
+/// head_dim 128 but for the 4096 keys, 64; TFLOP/s by parts): 2048 keys, 32/8 heads 368 in 1, 373 in 2, 341 in 4; 4096,
+/// 32/8 388, 390, 369; 8192, 32/8 389, 453, 468; 8192, 64/8 352, 382, 469 and 479 in 8; 8192, 32/1 343 in 4, 393 in 8,
+/// 468 in 16 and in 32; 32768, 32/8 358, 373, 419. The last doublings would gain 2 to 3 % at 8192 keys, for twice the
+/// memory.
+const KEYS_FOR_ALL_PARTS: usize = 16384;
 /// Copies of dk and dv in f32 that sharing out may take at most.
 const MAX_GROUP_PARTS: usize = 64;
 
@@ -71,7 +73,7 @@ fn backward_typed<E: Element>(
             params.head_dim
         );
     };
-    let group_parts = group_parts(params, &gpu, &chosen);
+    let group_parts = group_parts(params, gpu.multiprocessors, &chosen);
     let pieces = params.batch * params.num_kv_heads * group_parts;
     let problem = problem::<E>(params, PIECES_TOGETHER.min(pieces))?;
 
@@ -227,7 +229,7 @@ fn backward_typed<E: Element>(
 
 /// How many blocks share the query heads of a group: one, unless there are too few blocks to fill the GPU, or those that
 /// there are would wait for each other. Sharing costs a sum of dk and dv in f32 for each part, in memory and time.
-fn group_parts(params: &AttnParams, gpu: &Gpu, chosen: &Chosen<BwdParams>) -> usize {
+fn group_parts(params: &AttnParams, multiprocessors: usize, chosen: &Chosen<BwdParams>) -> usize {
     let blocks = params.batch
         * params.num_kv_heads
         * params.seqlen_k.div_ceil(chosen.kernel.tile_n as usize);
@@ -236,13 +238,13 @@ fn group_parts(params: &AttnParams, gpu: &Gpu, chosen: &Chosen<BwdParams>) -> us
         Some(_) => ROUNDS_WITH_DIAGONAL,
         None => ROUNDS,
     };
-    let wanted = gpu.multiprocessors * chosen.kernel.blocks_per_sm as usize * rounds;
+    let wanted = multiprocessors * chosen.kernel.blocks_per_sm as usize * rounds;
     let group_size = params.group_size();
     // The kernels multiply a part's number and the group's size in 32 bits.
     let most = MAX_GROUP_PARTS.min(i32::MAX as usize / group_size);
     let divisors = || (1..=most.min(group_size)).filter(|parts| group_size.is_multiple_of(*parts));
     let least = match right {
-        Some(right) if params.deterministic => {
+        Some(right) if params.deterministic && chosen.sm90 => {
             let visible = left.map_or(usize::MAX, |left| left.saturating_add(right));
             let keys = params.seqlen_k.min(visible).min(KEYS_FOR_ALL_PARTS);
             group_size * keys / KEYS_FOR_ALL_PARTS
@@ -253,4 +255,63 @@ fn group_parts(params: &AttnParams, gpu: &Gpu, chosen: &Chosen<BwdParams>) -> us
         .find(|&parts| parts >= least && blocks * parts >= wanted)
         .or_else(|| divisors().next_back())
         .unwrap_or(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mask::Mask;
+
+    const MULTIPROCESSORS: usize = 132;
+
+    fn parts(shape: [usize; 5], deterministic: bool, causal: bool, sm90: bool) -> usize {
+        let [batch, seqlen, num_heads, num_kv_heads, head_dim] = shape;
+        let params = AttnParams {
+            batch,
+            seqlen_q: seqlen,
+            seqlen_k: seqlen,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            softmax_scale: 1.,
+            softcap: None,
+            alibi_slopes: None,
+            deterministic,
+            mask: Mask::new(seqlen, seqlen, causal, None, None),
+        };
+        let chosen = dispatch::backward_for_test(sm90, &params);
+        group_parts(&params, MULTIPROCESSORS, &chosen)
+    }
+
+    #[test]
+    fn heads_of_a_group_are_shared_out_as_measured() {
+        for (shape, any_order, in_order) in [
+            ([8, 2048, 32, 8, 128], 1, 1),
+            ([4, 4096, 9, 3, 64], 3, 3),
+            ([4, 4096, 32, 8, 64], 1, 1),
+            ([2, 8192, 32, 8, 128], 1, 2),
+            ([1, 32768, 32, 8, 128], 1, 4),
+            ([2, 8192, 64, 8, 128], 1, 4),
+            ([2, 8192, 32, 1, 128], 8, 16),
+        ] {
+            assert_eq!(parts(shape, false, true, true), any_order, "{shape:?}");
+            assert_eq!(parts(shape, true, true, true), in_order, "{shape:?}");
+            // Measured with Hopper's kernels alone, and with a diagonal.
+            for [causal, sm90] in [[true, false], [false, true], [false, false]] {
+                let any_order = parts(shape, false, causal, sm90);
+                assert_eq!(parts(shape, true, causal, sm90), any_order, "{shape:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn copies_of_dk_and_dv_are_few() {
+        for heads in [1, 7, 64, 127, 128, 1000, 1 << 20] {
+            let parts = parts([1, 1 << 17, heads, 1, 64], true, true, true);
+            assert!(
+                parts <= MAX_GROUP_PARTS && heads.is_multiple_of(parts),
+                "{heads}: {parts}"
+            );
+        }
+    }
 }

@@ -3,10 +3,12 @@
 //! [`forward`], [`backward`] and the public `is_supported` ask the same rows, so nothing is admitted that
 //! could not be launched.
 
+use std::ffi::OsString;
+
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute as Attribute;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
-use candle_core::{DType, Result};
+use candle_core::{DType, Result, bail};
 
 use super::ffi::{self, BwdParams, FwdParams, Kernel};
 use crate::params::AttnParams;
@@ -43,25 +45,37 @@ impl Gpu {
             compute_capability,
             multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?
                 as usize,
-            shared_kib: shared_limit().min(shared_bytes as usize >> 10),
-            sm90: compute_capability == (9, 0) && !only_sm80(),
+            shared_kib: shared_limit(variable("CANDLE_FLASH_GQA_SHARED_KIB"))?
+                .min(shared_bytes as usize >> 10),
+            sm90: compute_capability == (9, 0) && !only_sm80(variable("CANDLE_FLASH_GQA_KERNELS"))?,
         })
     }
 }
 
 /// `CANDLE_FLASH_GQA_SHARED_KIB` makes a GPU look like one with less shared memory, to test the kernels of
 /// such a one.
-fn shared_limit() -> usize {
-    let limit = std::env::var("CANDLE_FLASH_GQA_SHARED_KIB");
-    limit
-        .ok()
-        .and_then(|limit| limit.parse().ok())
-        .unwrap_or(usize::MAX)
+fn shared_limit(variable: Option<OsString>) -> Result<usize> {
+    let Some(limit) = variable else {
+        return Ok(usize::MAX);
+    };
+    match limit.to_str().and_then(|limit| limit.parse().ok()) {
+        Some(limit) => Ok(limit),
+        None => bail!("CANDLE_FLASH_GQA_SHARED_KIB must be a number of KiB, got {limit:?}"),
+    }
 }
 
 /// `CANDLE_FLASH_GQA_KERNELS=sm80` leaves out the kernels for Hopper alone, to test and to time the others there.
-fn only_sm80() -> bool {
-    std::env::var_os("CANDLE_FLASH_GQA_KERNELS").is_some_and(|kernels| kernels == "sm80")
+fn only_sm80(variable: Option<OsString>) -> Result<bool> {
+    match variable {
+        None => Ok(false),
+        Some(kernels) if kernels == "sm80" => Ok(true),
+        Some(kernels) => bail!("CANDLE_FLASH_GQA_KERNELS must be sm80 or not set, got {kernels:?}"),
+    }
+}
+
+/// A variable of the environment that is not empty.
+fn variable(name: &str) -> Option<OsString> {
+    std::env::var_os(name).filter(|value| !value.is_empty())
 }
 
 /// Which problems a kernel takes, by what is done to their scores.
@@ -175,6 +189,18 @@ fn is_plain(params: &AttnParams) -> bool {
         && params.alibi_slopes.is_none()
 }
 
+/// What an H200 runs, with its own kernels or without.
+#[cfg(test)]
+pub(super) fn backward_for_test(sm90: bool, params: &AttnParams) -> Chosen<BwdParams> {
+    let h200 = Gpu {
+        compute_capability: (9, 0),
+        multiprocessors: 132,
+        shared_kib: 227,
+        sm90,
+    };
+    backward(&h200, params).unwrap()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -205,6 +231,22 @@ mod tests {
             }
         }
         assert!(!is_supported(&gpu((7, 5), 99), DType::F16, 64));
+    }
+
+    #[test]
+    fn variables_of_the_environment_are_understood_or_refused() {
+        let value = |value: &str| Some(OsString::from(value));
+        assert_eq!(shared_limit(None).unwrap(), usize::MAX);
+        assert_eq!(shared_limit(value("99")).unwrap(), 99);
+        assert!(!only_sm80(None).unwrap());
+        assert!(only_sm80(value("sm80")).unwrap());
+        for (error, got) in [
+            (shared_limit(value("99K")).unwrap_err(), "\"99K\""),
+            (only_sm80(value("SM80")).unwrap_err(), "\"SM80\""),
+        ] {
+            let error = error.to_string();
+            assert!(error.contains("must be") && error.contains(got), "{error}");
+        }
     }
 
     #[test]

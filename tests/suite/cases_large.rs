@@ -3,16 +3,16 @@
 //!
 //! Most have constant inputs, so the right result is known without another computation.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor};
 
 use crate::support::compare::{close, finite, identical, identical_passes};
 use crate::support::device::{
-    for_each_device, for_each_device_with, for_each_dtype, for_each_usual_dtype,
+    for_each_device, for_each_device_with, for_each_dtype, for_each_usual_dtype, gpu,
 };
 use crate::support::problem::Problem;
 use crate::support::run::{self, Gradients, Passes};
-use crate::support::tensors::{Inputs, full, host, normal};
+use crate::support::tensors::{Inputs, from_host, full, host, normal};
 use crate::support::verify::{self, unit_roundoff};
 
 #[test]
@@ -153,10 +153,14 @@ fn part(inputs: &Inputs, dim: usize, first: usize, count: usize) -> Result<Input
 
 /// The items from `first` on must be what they are alone.
 fn last_items(problem: &Problem, first: usize, device: &Device, dtype: DType) -> Result<()> {
-    let inputs = Inputs::normal(problem, dtype, device, 55)?;
-    let passes = run::forward_backward(problem, &inputs)?;
+    last_items_of(problem, &Inputs::normal(problem, dtype, device, 55)?, first)
+}
+
+fn last_items_of(problem: &Problem, inputs: &Inputs, first: usize) -> Result<()> {
+    let device = inputs.q.device();
+    let passes = run::forward_backward(problem, inputs)?;
     let count = problem.batch - first;
-    let last = part(&inputs, 0, first, count)?;
+    let last = part(inputs, 0, first, count)?;
     let alone = Problem {
         batch: count,
         ..problem.clone()
@@ -200,7 +204,7 @@ fn case_55_bwd_of_28800_short_sequences() -> Result<()> {
     })
 }
 
-/// The real case has 32 items of 350000 keys, 17 GB a tensor; 64-bit offsets are all that the CPU has.
+/// The real case has 32 items of 350000 keys, 17 GB a tensor; below, ten.
 #[test]
 fn case_56_fwd_of_a_batch_on_long_caches() -> Result<()> {
     for_each_device(|device| {
@@ -211,6 +215,75 @@ fn case_56_fwd_of_a_batch_on_long_caches() -> Result<()> {
 }
 
 /// The real case has 2048 rows on 2^22 keys, 2 TFLOP.
+/// `batch` different items from one of normal numbers: on a device drawing them all would take minutes.
+fn items_from_one(
+    batch: usize,
+    dims: [usize; 3],
+    dtype: DType,
+    device: &Device,
+    seed: u64,
+) -> Result<Tensor> {
+    let [seqlen, heads, head_dim] = dims;
+    let one = normal(&[1, seqlen, heads, head_dim], 1., dtype, device, seed)?;
+    let factors: Vec<f64> = (0..batch)
+        .map(|item| 0.5 + (item % 61) as f64 / 61.)
+        .collect();
+    let factors = from_host(&factors, &[batch, 1, 1, 1], dtype, device)?;
+    Ok(one.broadcast_mul(&factors)?)
+}
+
+/// More than 2^31 numbers in each of K and V.
+#[test]
+#[ignore = "12 GB of the GPU's memory"]
+fn case_56_fwd_of_ten_items_on_350000_keys() -> Result<()> {
+    let Some(device) = gpu() else {
+        println!("skipped: needs a GPU");
+        return Ok(());
+    };
+    let problem = Problem::new(10, [500, 350_000], [12, 12], 64);
+    let draw =
+        |seqlen, seed| items_from_one(problem.batch, [seqlen, 12, 64], DType::BF16, &device, seed);
+    let q = draw(problem.seqlen_q, 1)?;
+    let inputs = Inputs {
+        dout: q.clone(),
+        q,
+        k: draw(problem.seqlen_k, 2)?,
+        v: draw(problem.seqlen_k, 3)?,
+    };
+    ensure!(inputs.k.elem_count() > 1 << 31);
+    let (out, lse) = run::forward(&problem, &inputs)?;
+    for item in [0, 9] {
+        let one = Problem {
+            batch: 1,
+            ..problem.clone()
+        };
+        let (expected_out, expected_lse) = run::forward(&one, &part(&inputs, 0, item, 1)?)?;
+        identical("out", &out.narrow(0, item, 1)?, &expected_out)?;
+        identical("lse", &lse.narrow(0, item, 1)?, &expected_lse)?;
+    }
+    Ok(())
+}
+
+/// More than 2^31 numbers in each of q, out and dq.
+#[test]
+#[ignore = "50 GB of the GPU's memory"]
+fn passes_with_outputs_of_more_than_2_to_the_31_numbers() -> Result<()> {
+    let Some(device) = gpu() else {
+        println!("skipped: needs a GPU");
+        return Ok(());
+    };
+    let problem = Problem::new(2100, [64, 64], [64, 1], 256).causal();
+    let draw = |heads, seed| items_from_one(2100, [64, heads, 256], DType::BF16, &device, seed);
+    let inputs = Inputs {
+        q: draw(64, 1)?,
+        k: draw(1, 2)?,
+        v: draw(1, 3)?,
+        dout: draw(64, 4)?,
+    };
+    ensure!(inputs.q.elem_count() > 1 << 31);
+    last_items_of(&problem, &inputs, 2098)
+}
+
 #[test]
 fn case_57_fwd_of_causal_rows_on_a_very_long_cache() -> Result<()> {
     for_each_device(|device| {
