@@ -57,12 +57,12 @@ impl Report {
             return self.out_of_memory(row.case);
         };
         let mut out = stdout().lock();
-        let share = figures.tflops / self.peak;
+        let share = figures.rates.tflops / self.peak;
         let gib = figures
             .peak_bytes
             .map(|bytes| bytes as f64 / (1u64 << 30) as f64);
         if self.json {
-            let line = json!({
+            let mut line = json!({
                 "model": model,
                 "attention": attention,
                 "seqlen": seqlen,
@@ -70,20 +70,30 @@ impl Report {
                 "batch": figures.batch,
                 "micro_batches": figures.micro_batches,
                 "seconds_per_step": figures.seconds_per_step,
-                "tokens_per_second": figures.tokens_per_second,
-                "tflops": figures.tflops,
+                "tokens_per_second": figures.rates.tokens_per_second,
+                "tflops": figures.rates.tflops,
                 "share_of_peak": share,
                 "peak_gib": gib,
                 "loss": figures.loss,
             });
+            if row.at_least {
+                line["at_least"] = json!(true);
+            }
             return Ok(writeln!(out, "{line}")?);
         }
+        let note = match row.at_least {
+            true => "  and more: the search ended there",
+            false => "",
+        };
         let batch = format!("{} x {}", figures.micro_batches, figures.batch);
         let gib = gib.map_or("-".to_string(), |gib| format!("{gib:.1}"));
         Ok(writeln!(
             out,
-            "{model:13} {attention:9} {seqlen:7} {batch:>11} {:9.3} {:9.0} {:8.1} {share:6.3} {gib:>9} {:7.3}",
-            figures.seconds_per_step, figures.tokens_per_second, figures.tflops, figures.loss
+            "{model:13} {attention:9} {seqlen:7} {batch:>11} {:9.3} {:9.0} {:8.1} {share:6.3} {gib:>9} {:7.3}{note}",
+            figures.seconds_per_step,
+            figures.rates.tokens_per_second,
+            figures.rates.tflops,
+            figures.loss
         )?)
     }
 
