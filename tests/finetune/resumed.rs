@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use candle_core::Device;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -14,6 +14,7 @@ use crate::run;
 use crate::run_dir::RunDir;
 use crate::saved::{resume_in, start_in};
 use crate::setup::{self, CPU_F32};
+use crate::trainer::NotFinite;
 
 /// The options, with an update so long that the next loss is not a number.
 fn broken(options: &Options) -> Options {
@@ -78,6 +79,15 @@ fn a_run_that_saved_nothing_is_started_again() -> Result<()> {
     let message = refusal(stopped)?;
     assert!(message.starts_with(expected), "{message}");
     Ok(())
+}
+
+#[test]
+fn other_errors_get_no_advice_on_rates() {
+    let advised = |error| format!("{:#}", NotFinite::advise(error, || "lower it".to_string()));
+    assert_eq!(advised(anyhow!("out of memory")), "out of memory");
+    let (step, loss) = (3, f32::NAN);
+    let error = NotFinite::HeldOut { step, loss }.into();
+    assert_eq!(advised(error), "lower it: step 3: the held-out loss is NaN");
 }
 
 #[test]

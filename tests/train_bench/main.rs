@@ -153,11 +153,12 @@ fn batches_are_halved_until_one_fits() -> Result<()> {
     for (room, tried, fits) in [
         (100, &[13][..], Some(13)),
         (5, &[13, 6, 3], Some(3)),
+        (1, &[8, 4, 2, 1], Some(1)),
         (0, &[13, 6, 3, 1], None),
     ] {
         let mut seen = vec![];
         // By an error, and by no result before anything is tried.
-        let found = largest_batch(13, |batch| {
+        let found = largest_batch(tried[0], |batch| {
             seen.push(batch);
             match batch <= room {
                 true => Ok(Some(batch)),
