@@ -1,35 +1,52 @@
 //! What `--example train_bench` counts and decides.
 
 #[path = "../../examples/train_bench/args.rs"]
-#[expect(dead_code, reason = "what is timed is not asked for")]
 mod args;
+#[path = "../../examples/train_bench/bench.rs"]
+mod bench;
 #[path = "../../examples/common/cli.rs"]
 #[expect(dead_code, reason = "only the names of devices are needed")]
 mod cli;
+#[path = "../../examples/common/gpu_memory.rs"]
+mod gpu_memory;
 #[path = "../../examples/train_bench/largest_batch.rs"]
 mod largest_batch;
 #[path = "../../examples/train_bench/longest.rs"]
 mod longest;
 #[path = "../../examples/common/model/mod.rs"]
-#[expect(dead_code, reason = "only shapes are needed")]
+#[expect(dead_code, reason = "training has no cache of keys and values")]
 mod model;
 #[path = "../../examples/common/numbers.rs"]
 #[expect(dead_code, reason = "none of the numbers here may be 0")]
 mod numbers;
 #[path = "../../examples/common/out_of_memory.rs"]
 mod out_of_memory;
+#[path = "../../examples/train_bench/profile.rs"]
+#[expect(dead_code, reason = "parts are only timed")]
+mod profile;
+#[path = "../../examples/train_bench/report.rs"]
+#[expect(dead_code, reason = "nothing is printed here")]
+mod report;
 #[path = "../../examples/train_bench/shapes.rs"]
 mod shapes;
+#[path = "../../examples/train_bench/step.rs"]
+mod step;
+#[path = "../../examples/common/training/mod.rs"]
+#[expect(dead_code, reason = "nothing is saved here")]
+mod training;
 
-use anyhow::{Result, anyhow};
+use anyhow::{Context, Result, anyhow};
 use candle_core::Device;
 use clap::{Parser, ValueEnum};
+use serde_json::Value;
 
 use args::Args;
+use bench::Row;
 use largest_batch::largest_batch;
 use longest::{Found, longest};
 use model::{Attention, weight_shapes};
 use out_of_memory::is_out_of_memory;
+use report::Report;
 use shapes::{Case, Rates, Shape, operations};
 
 fn matrix_weights(shape: Shape, seqlen: usize) -> usize {
@@ -118,8 +135,7 @@ fn the_longest_context_is_found_to_the_unit() -> Result<()> {
 
 /// The arguments after `--longest N`, or what is said to them.
 fn search(more: &[&str]) -> Result<Args> {
-    let args = Args::try_parse_from([&["train_bench", "--longest"], more].concat())?;
-    args.completed(&Device::Cpu)
+    args(&[&["--longest"], more].concat())
 }
 
 #[test]
@@ -189,6 +205,57 @@ fn rates_count_the_tokens_of_every_micro_batch() {
     let rates = Rates::of(&config, weights, [2, 2, 64], 0.5);
     assert_eq!(rates.tokens_per_second, 512.);
     assert!((rates.tflops - 427_819_008e-12).abs() < 1e-15, "{rates:?}");
+}
+
+/// The arguments after the command's name, with what they leave out.
+fn args(more: &[&str]) -> Result<Args> {
+    Args::try_parse_from([&["train_bench"], more].concat())?.completed(&Device::Cpu)
+}
+
+fn tiny(seqlen: usize) -> Case {
+    Case {
+        shape: Shape::Tiny,
+        attention: Attention::Flash,
+        seqlen,
+    }
+}
+
+#[test]
+fn a_row_has_the_tokens_that_were_asked_for_and_their_speed() -> Result<()> {
+    let args = args(&["--tokens", "256", "--micro-tokens", "128", "--steps", "1"])?;
+    let row = bench::run(tiny(64), &args, &Device::Cpu)?;
+    let figures = row.figures.context("it fits")?;
+    assert_eq!((figures.micro_batches, figures.batch), (2, 2));
+    let tokens = figures.rates.tokens_per_second * figures.seconds_per_step;
+    assert!((tokens - 256.).abs() < 1e-6, "{tokens}");
+    let operations = figures.rates.tflops * figures.seconds_per_step * 1e12;
+    assert!((operations - 213_909_504.).abs() < 1., "{operations}");
+    // ln(512) is that of a model that knows nothing.
+    assert!((figures.loss - 6.24).abs() < 0.2, "{}", figures.loss);
+    assert!(figures.peak_bytes.is_none() && !row.at_least);
+    Ok(())
+}
+
+#[test]
+fn a_search_that_ended_at_its_end_says_so() -> Result<()> {
+    let (table, json) = (search(&["32"])?, search(&["32", "--json"])?);
+    let lines = |row: &Row| [&table, &json].map(|args| Report::new(args).line(row));
+    let mut row = bench::run(tiny(32), &table, &Device::Cpu)?;
+    let figures = row.figures.as_ref().context("it fits")?;
+    assert_eq!((figures.micro_batches, figures.batch), (1, 1));
+    for at_least in [false, true] {
+        row.at_least = at_least;
+        let [line, json] = lines(&row);
+        let note = line.ends_with("  and more: the search ended there");
+        assert_eq!(note, at_least, "{line}");
+        let json: Value = serde_json::from_str(&json)?;
+        assert_eq!(json["at_least"] == Value::Bool(true), at_least, "{json}");
+        assert_eq!(json["seqlen"], 32);
+    }
+    row.figures = None;
+    let [line, json] = lines(&row);
+    assert!(line.ends_with("out of memory") && json.contains("\"out_of_memory\":true"));
+    Ok(())
 }
 
 /// Names of the command line.
