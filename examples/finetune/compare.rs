@@ -8,7 +8,7 @@ use anyhow::Result;
 use crate::cli;
 use crate::model::Attention;
 use crate::out_of_memory::is_out_of_memory;
-use crate::trainer::{Step, Trainer};
+use crate::trainer::{LOWER_RATE, NotFinite, Step, Trainer};
 
 /// Takes `steps` steps from the same start with either attention and prints the losses.
 pub fn compare(
@@ -23,7 +23,7 @@ pub fn compare(
             for step in &flash.steps {
                 writeln!(out, "{:4} {:13.6}", step.step, step.loss)?;
             }
-            writeln!(out, "flash  {:.3} s a step", flash.seconds_per_step)?;
+            flash.write_time(out)?;
             return Ok(writeln!(out, "plain  out of memory\n")?);
         }
         plain => plain?,
@@ -34,14 +34,8 @@ pub fn compare(
         let (step, flash, plain) = (flash.step, flash.loss, plain.loss);
         writeln!(out, "{step:4} {flash:13.6} {plain:13.6} {difference:12.1e}")?;
     }
-    for Probe {
-        attention,
-        seconds_per_step,
-        ..
-    } in [&flash, &plain]
-    {
-        writeln!(out, "{attention}  {seconds_per_step:.3} s a step")?;
-    }
+    flash.write_time(out)?;
+    plain.write_time(out)?;
     Ok(writeln!(out)?)
 }
 
@@ -49,7 +43,7 @@ pub fn compare(
 struct Probe {
     attention: Attention,
     steps: Vec<Step>,
-    seconds_per_step: f64,
+    seconds_per_step: Option<f64>,
 }
 
 impl Probe {
@@ -60,17 +54,45 @@ impl Probe {
     ) -> Result<Self> {
         let mut trainer = trainer(attention)?;
         let bar = cli::progress_bar(format!("compare {attention}"), steps as u64);
-        let start = Instant::now();
+        let mut ends = vec![];
         let steps = bar
             .wrap_iter(0..steps)
-            .map(|_| trainer.step())
+            .map(|_| {
+                let step = trainer.step().map_err(|error| {
+                    NotFinite::advise(error, || format!("cannot compare, {LOWER_RATE}"))
+                })?;
+                ends.push(Instant::now());
+                Ok(step)
+            })
             .collect::<Result<Vec<_>>>()?;
-        let seconds = start.elapsed().as_secs_f64();
         bar.finish_and_clear();
         Ok(Self {
             attention,
-            seconds_per_step: seconds / steps.len() as f64,
+            seconds_per_step: seconds_after_the_first(&ends),
             steps,
         })
     }
+
+    fn write_time(&self, out: &mut impl Write) -> Result<()> {
+        let attention = self.attention;
+        Ok(match self.seconds_per_step {
+            Some(seconds) => writeln!(
+                out,
+                "{attention}  {seconds:.3} s a step, without the first, which warms up"
+            ),
+            None => writeln!(
+                out,
+                "{attention}  no time: the only step is the first, which warms up"
+            ),
+        }?)
+    }
+}
+
+/// The mean time of the steps with these ends. The first, in which kernels are loaded and memory is first asked for,
+/// would count against whichever attention runs first.
+pub fn seconds_after_the_first(ends: &[Instant]) -> Option<f64> {
+    let [first, .., last] = ends else {
+        return None;
+    };
+    Some((*last - *first).as_secs_f64() / (ends.len() - 1) as f64)
 }

@@ -4,6 +4,7 @@
 //! attention side by side, so that their losses can be compared, and writes nothing. With `--out` it
 //! saves a checkpoint that `--example llama` loads and that `--resume` continues.
 
+mod args;
 mod batches;
 #[path = "../common/checkpoint/mod.rs"]
 mod checkpoint;
@@ -42,81 +43,19 @@ use std::process::ExitCode;
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device};
 use candle_transformers::generation::LogitsProcessor;
-use clap::{Args as _, Command, Id, Parser, ValueEnum};
+use clap::Parser;
 use tokenizers::Tokenizer;
 
+use args::Args;
 use batches::Batches;
 use checkpoint::Checkpoint;
-use cli::DeviceName;
 use generate::Generation;
 use gpu_memory::GpuMemory;
 use losses::Row;
 use model::KvCache;
-use numbers::{at_least_one, at_least_zero};
 use options::Options;
 use run_dir::RunDir;
 use trainer::Trainer;
-
-/// Trains a Llama through this crate's attention: from a checkpoint or from random weights, all weights
-/// or low-rank adapters.
-#[derive(Debug, Parser)]
-struct Args {
-    #[command(flatten)]
-    options: Options,
-
-    /// Write the model, the losses and what --resume needs into this folder
-    #[arg(long, value_name = "DIR")]
-    out: Option<PathBuf>,
-
-    /// Continue the run in this folder, with its options
-    #[arg(long, value_name = "DIR", conflicts_with_all = fixed_by_a_run())]
-    resume: Option<PathBuf>,
-
-    /// Measure the held-out loss and save every N steps
-    #[arg(long, value_name = "N", default_value_t = 50, value_parser = at_least_one, allow_negative_numbers = true)]
-    save_every: usize,
-
-    /// Draw the loss curve
-    #[arg(long, value_name = "FILE.png")]
-    plot: Option<PathBuf>,
-
-    /// First take N steps with this and with plain attention, and print both losses [default: 5 on the model in
-    /// examples/data on the CPU where nothing is saved, else 0]
-    #[arg(long, value_name = "N", value_parser = at_least_zero, allow_negative_numbers = true)]
-    compare: Option<usize>,
-
-    /// cpu or cuda[:N]
-    #[arg(long, default_value_t = DeviceName::Cpu)]
-    device: DeviceName,
-
-    /// What the model computes in; the optimiser keeps f32 [default: bf16 on cuda, f32 on cpu]
-    #[arg(long, value_enum)]
-    dtype: Option<ComputeDtype>,
-}
-
-/// F16 is not among them: its gradients underflow unless the loss is scaled.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum ComputeDtype {
-    F32,
-    #[value(name = "bf16")]
-    BF16,
-}
-
-impl ComputeDtype {
-    fn dtype(self) -> DType {
-        match self {
-            Self::F32 => DType::F32,
-            Self::BF16 => DType::BF16,
-        }
-    }
-}
-
-/// The arguments that a resumed run takes from its folder.
-fn fixed_by_a_run() -> Vec<Id> {
-    let options = Options::augment_args(Command::new(""));
-    let ids = options.get_arguments().map(|arg| arg.get_id().clone());
-    ids.chain([Id::from("out")]).collect()
-}
 
 fn main() -> ExitCode {
     cli::main(|| run(&Args::parse()))
@@ -266,14 +205,18 @@ fn with_absolute_paths(mut options: Options) -> Result<Options> {
 /// weights has them in its own folder; one with adapters needs the model that they adapt. On the CPU: what
 /// trains makes its own copies where it computes.
 fn start(options: &Options, resumed: Option<&RunDir>, texts: &[PathBuf]) -> Result<Checkpoint> {
-    let source = match (resumed, &options.model) {
-        (Some(dir), _) if options.lora.is_none() => dir.path().display().to_string(),
-        (_, Some(model)) => model.clone(),
-        (_, None) if options.scratch => return scratch::checkpoint(options, texts),
-        (_, None) => data::folder().display().to_string(),
+    let own = resumed.filter(|_| options.lora.is_none());
+    let source = match (own, &options.model) {
+        (Some(dir), _) => dir.path().display().to_string(),
+        (None, Some(model)) => model.clone(),
+        (None, None) if options.scratch => return scratch::checkpoint(options, texts),
+        (None, None) => data::folder().display().to_string(),
     };
     let loading = cli::progress_bar(format!("loading {source}"), 1);
-    let checkpoint = Checkpoint::open(&source, DType::F32, &Device::Cpu);
+    let checkpoint = match own {
+        Some(dir) => dir.model(),
+        None => Checkpoint::open(&source, DType::F32, &Device::Cpu),
+    };
     loading.finish_and_clear();
     checkpoint
 }

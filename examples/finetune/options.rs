@@ -192,6 +192,9 @@ fn one() -> usize {
     1
 }
 
+/// Of a whole run: the product of what they are counted by then fits 64 bits.
+const MOST_TOKENS: usize = 1 << 60;
+
 impl Options {
     /// Tokens of one step.
     pub fn tokens(&self) -> usize {
@@ -209,6 +212,16 @@ impl Options {
         ] {
             ensure!(value > 0, "--{flag} must be at least 1, got 0");
         }
+        let sizes = [self.steps, self.accumulate, self.batch, self.seqlen];
+        let tokens = sizes.iter().try_fold(1usize, |x, &y| x.checked_mul(y));
+        ensure!(
+            tokens.is_some_and(|tokens| tokens <= MOST_TOKENS),
+            "--steps, --accumulate, --batch and --seqlen must make at most {MOST_TOKENS} tokens, got {} x {} x {} x {}",
+            self.steps,
+            self.accumulate,
+            self.batch,
+            self.seqlen
+        );
         for (flag, value) in [("lr", self.lr), ("clip", self.clip)] {
             ensure!(
                 value.is_finite() && value > 0.,

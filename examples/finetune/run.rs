@@ -1,13 +1,13 @@
 //! The training loop: steps, measurements, saves.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::Result;
 
 use crate::losses::Row;
 use crate::options::Options;
 use crate::run_dir::RunDir;
-use crate::trainer::Trainer;
+use crate::trainer::{LOWER_RATE, NotFinite, Trainer};
 
 /// Takes the steps that are left.
 ///
@@ -30,30 +30,20 @@ pub fn run(
     every: usize,
     mut on_step: impl FnMut(&Row),
 ) -> Result<()> {
-    let mut saved = rows.last().map(|row| row.step.step);
+    // A trainer that has taken steps comes from a save.
+    let mut saved = Some(trainer.steps_taken()).filter(|&step| step > 0);
     while trainer.steps_taken() < options.steps {
+        let stopped = |error| stopped(error, dir.zip(saved));
         let start = Instant::now();
-        let stopped = || match (dir, saved) {
-            (Some(dir), Some(step)) => {
-                format!(
-                    "training stopped, {} holds step {step}",
-                    dir.path().display()
-                )
-            }
-            _ => "training stopped before anything was saved".to_string(),
-        };
-        let step = trainer.step().with_context(stopped)?;
-        let tokens_per_second = options.tokens() as f64 / start.elapsed().as_secs_f64();
+        let step = trainer.step().map_err(stopped)?;
+        let tokens_per_second = tokens_per_second(options, start.elapsed());
 
         let measure = step.step == options.steps || step.step.is_multiple_of(every.max(1));
         let held_out_loss = measure.then(|| trainer.held_out_loss()).transpose()?;
         if let Some(loss) = held_out_loss.filter(|loss| !loss.is_finite()) {
             // Before it takes the place of a good one.
-            return Err(anyhow!(
-                "step {}: the held-out loss is {loss}; lower --lr or --clip",
-                step.step
-            ))
-            .with_context(stopped);
+            let step = step.step;
+            return Err(stopped(NotFinite::HeldOut { step, loss }.into()));
         }
         rows.push(Row {
             step,
@@ -67,4 +57,30 @@ pub fn run(
         on_step(&rows[rows.len() - 1]);
     }
     Ok(())
+}
+
+/// Over all sequences of all micro-batches of a step that took `time`.
+pub fn tokens_per_second(options: &Options, time: Duration) -> f64 {
+    options.tokens() as f64 / time.as_secs_f64()
+}
+
+/// An error of a step, after what is left of the run and how to go on. A saved run keeps its options, so those that
+/// broke it are changed in a new one.
+fn stopped(error: anyhow::Error, saved: Option<(&RunDir, usize)>) -> anyhow::Error {
+    let (stopped, advice) = match saved {
+        Some((dir, step)) => {
+            let dir = dir.path().display();
+            (
+                format!("training stopped, {dir} holds step {step}"),
+                format!(
+                    "start again from it with --model {dir} --out NEWDIR and a lower --lr or --clip"
+                ),
+            )
+        }
+        None => (
+            "training stopped before anything was saved".to_string(),
+            LOWER_RATE.to_string(),
+        ),
+    };
+    NotFinite::advise(error, || advice).context(stopped)
 }

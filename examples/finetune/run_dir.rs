@@ -11,11 +11,12 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use candle_core::{Device, Tensor, safetensors};
+use candle_core::{DType, Device, Tensor, safetensors};
 use candle_transformers::models::llama::{Config, Llama3RopeType, LlamaEosToks};
 use serde_json::{Value, json};
 use tokenizers::Tokenizer;
 
+use crate::checkpoint::Checkpoint;
 use crate::losses::{self, Row};
 use crate::options::{Options, SaveDtype};
 use crate::trainer::Trainer;
@@ -64,9 +65,29 @@ impl RunDir {
                 file.display()
             )
         })?;
-        let options = serde_json::from_str(&text).with_context(|| dir.cannot_resume(&file))?;
+        let options: Options =
+            serde_json::from_str(&text).with_context(|| dir.cannot_resume(&file))?;
+        options.check().with_context(|| dir.cannot_resume(&file))?;
         dir.saved_state()?;
         Ok((dir, options))
+    }
+
+    /// The model that the last save wrote, F32, on the CPU.
+    pub fn model(&self) -> Result<Checkpoint> {
+        let file = self.file("model.safetensors");
+        let broken = |what: &str| {
+            format!(
+                "cannot resume from {}, which {what}; put back a copy of it, or start the run again with another --out",
+                file.display()
+            )
+        };
+        ensure!(file.exists(), broken("does not exist"));
+        let opened = Checkpoint::open(&self.0.display().to_string(), DType::F32, &Device::Cpu);
+        // Of a damaged file it would be said to fetch it, but this one was made here.
+        opened.or_else(|error| match safetensors::load(&file, &Device::Cpu) {
+            Err(damage) => Err(damage).with_context(|| broken("is damaged")),
+            Ok(_) => Err(error),
+        })
     }
 
     /// Writes the model, the record and the state.
@@ -92,7 +113,15 @@ impl RunDir {
             .map_err(anyhow::Error::from)
             .and_then(|csv| losses::from_csv(&csv));
         let mut rows = csv.with_context(|| self.cannot_resume(&file))?;
-        rows.retain(|row| row.step.step <= trainer.steps_taken());
+        // A save that was cut short has written the record already.
+        let steps = trainer.steps_taken();
+        rows.retain(|row| row.step.step <= steps);
+        ensure!(
+            rows.len() == steps,
+            "{}: {} rows for {steps} steps taken",
+            self.cannot_resume(&file),
+            rows.len()
+        );
         Ok(rows)
     }
 

@@ -1,8 +1,10 @@
 //! The training loop's inside: one step, one measurement, and the state between them.
 
 use std::collections::HashMap;
+use std::error::Error;
+use std::fmt;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Tensor};
 use candle_transformers::models::llama::Config;
 
@@ -37,6 +39,43 @@ pub struct Step {
     /// Before clipping.
     pub gradient_norm: f64,
 }
+
+/// A loss, or a gradient, that is no longer a number.
+#[derive(Debug)]
+pub enum NotFinite {
+    Step(Step),
+    HeldOut { step: usize, loss: f32 },
+}
+
+/// What to do about [`NotFinite`] where nothing was saved.
+pub const LOWER_RATE: &str = "start again with a lower --lr or --clip";
+
+impl NotFinite {
+    /// Puts what to do before an error of this kind, and leaves others as they are.
+    pub fn advise(error: anyhow::Error, advice: impl FnOnce() -> String) -> anyhow::Error {
+        match error.is::<Self>() {
+            true => error.context(advice()),
+            false => error,
+        }
+    }
+}
+
+impl fmt::Display for NotFinite {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Step(step) => write!(
+                f,
+                "step {}: the loss is {} and the gradient's norm {}",
+                step.step, step.loss, step.gradient_norm
+            ),
+            Self::HeldOut { step, loss } => {
+                write!(f, "step {step}: the held-out loss is {loss}")
+            }
+        }
+    }
+}
+
+impl Error for NotFinite {}
 
 impl Trainer {
     /// Starts from `weights`, of which it makes its own copies on the device of `batches`. The model
@@ -86,8 +125,7 @@ impl Trainer {
     pub fn step(&mut self) -> Result<Step> {
         let mut gradients = Gradients::default();
         for micro_batch in 0..self.options.accumulate {
-            let (input, target) = self.batches.train(self.step, micro_batch)?;
-            let loss = next_token_loss(&self.model, &input, &target)?;
+            let loss = self.loss(micro_batch)?;
             gradients.add(&self.model, loss, self.weights.parameters().vars())?;
         }
         let (loss, gradient_norm) = gradients.loss_and_norm()?;
@@ -98,12 +136,7 @@ impl Trainer {
             gradient_norm,
         };
         if !step.loss.is_finite() || !step.gradient_norm.is_finite() {
-            bail!(
-                "step {}: the loss is {} and the gradient's norm {}; lower --lr or --clip",
-                step.step,
-                step.loss,
-                step.gradient_norm
-            );
+            return Err(NotFinite::Step(step).into());
         }
         let clip = (self.options.clip / step.gradient_norm).min(1.);
         self.optimizer.update(
@@ -115,6 +148,12 @@ impl Trainer {
         )?;
         self.step += 1;
         Ok(step)
+    }
+
+    /// The loss of one of the next step's micro-batches.
+    pub fn loss(&self, micro_batch: usize) -> Result<Tensor> {
+        let (input, target) = self.batches.train(self.step, micro_batch)?;
+        Ok(next_token_loss(&self.model, &input, &target)?)
     }
 
     /// Mean loss on the held-out text.

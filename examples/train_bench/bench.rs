@@ -7,9 +7,9 @@ use candle_core::Device;
 
 use crate::Args;
 use crate::gpu_memory::GpuMemory;
+use crate::largest_batch::largest_batch;
 use crate::model::Attention;
-use crate::out_of_memory::is_out_of_memory;
-use crate::shapes::{Case, operations};
+use crate::shapes::{Case, Rates};
 use crate::step::{Step, random_tokens};
 
 /// What was timed, and what came out.
@@ -17,6 +17,8 @@ pub struct Row {
     pub case: Case,
     /// Nothing: out of memory.
     pub figures: Option<Figures>,
+    /// A search ended here while all fitted: a longer context may fit too.
+    pub at_least: bool,
 }
 
 pub struct Figures {
@@ -24,8 +26,7 @@ pub struct Figures {
     pub batch: usize,
     pub micro_batches: usize,
     pub seconds_per_step: f64,
-    pub tokens_per_second: f64,
-    pub tflops: f64,
+    pub rates: Rates,
     /// Where the device keeps books.
     pub peak_bytes: Option<u64>,
     pub loss: f32,
@@ -34,21 +35,24 @@ pub struct Figures {
 /// Times the largest micro-batch that fits.
 pub fn run(case: Case, args: &Args, device: &Device) -> Result<Row> {
     let memory = GpuMemory::of(device)?;
-    let figures = largest_batch(case, args, memory.as_ref(), |batch| {
+    let figures = with_largest_batch(case, args, memory.as_ref(), |batch| {
         time(case, batch, args, device, memory.as_ref())
     })?;
-    Ok(Row { case, figures })
+    Ok(Row {
+        case,
+        figures,
+        at_least: false,
+    })
 }
 
-/// Runs with ever smaller micro-batches until one fits; nothing if not even one sequence does.
-pub fn largest_batch<T>(
+/// Runs with the largest micro-batch that fits; nothing if not even one sequence does.
+pub fn with_largest_batch<T>(
     case: Case,
     args: &Args,
     memory: Option<&GpuMemory>,
     run: impl Fn(usize) -> Result<T>,
 ) -> Result<Option<T>> {
-    let mut batch = args.batch(case.seqlen);
-    loop {
+    largest_batch(args.batch(case.seqlen), |batch| {
         let result = match fits(case, batch, args, memory)? {
             true => run(batch).map(Some),
             false => Ok(None),
@@ -56,15 +60,8 @@ pub fn largest_batch<T>(
         if let Some(memory) = memory {
             memory.give_back()?;
         }
-        let result = match result {
-            Err(error) if is_out_of_memory(&error) => None,
-            result => result?,
-        };
-        if result.is_some() || batch == 1 {
-            return Ok(result);
-        }
-        batch /= 2;
-    }
+        result
+    })
 }
 
 /// Whether trying is of use. Plain attention's scores alone can be more than the memory, and with 2^32 of them
@@ -121,14 +118,12 @@ fn time(
     }
     device.synchronize()?;
     let seconds_per_step = start.elapsed().as_secs_f64() / steps as f64;
-    let tokens = batch * seqlen * micro_batches;
-    let operations = operations(&config, step.matrix_weights(), seqlen, tokens);
+    let sizes = [micro_batches, batch, seqlen];
     Ok(Figures {
         batch,
         micro_batches,
         seconds_per_step,
-        tokens_per_second: tokens as f64 / seconds_per_step,
-        tflops: operations / seconds_per_step / 1e12,
+        rates: Rates::of(&config, step.matrix_weights(), sizes, seconds_per_step),
         peak_bytes: memory.map(GpuMemory::peak_bytes).transpose()?,
         loss,
     })

@@ -11,12 +11,14 @@
 //! from `--micro-tokens` down. A row says "out of memory" where not even one sequence fits.
 //! Operations are counted as [`shapes::operations`] states.
 
+mod args;
 mod bench;
 #[path = "../common/cli.rs"]
 #[expect(dead_code, reason = "rows come too slowly for a bar")]
 mod cli;
 #[path = "../common/gpu_memory.rs"]
 mod gpu_memory;
+mod largest_batch;
 mod longest;
 #[path = "../common/model/mod.rs"]
 #[expect(dead_code, reason = "training has no cache of keys and values")]
@@ -36,123 +38,16 @@ mod training;
 
 use std::process::ExitCode;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use candle_core::Device;
 use clap::Parser;
 
-use cli::DeviceName;
+use args::Args;
+use bench::Row;
+use longest::longest;
 use model::Attention;
-use numbers::at_least_one;
 use report::Report;
 use shapes::{Case, Shape};
-
-/// Times training steps of models in published shapes.
-#[derive(Debug, Parser)]
-pub struct Args {
-    /// [default: gpt3-1.3b,gpt3-2.7b,llama-3.2-1b on cuda, tiny on cpu]
-    #[arg(long, value_enum, value_delimiter = ',')]
-    model: Vec<Shape>,
-
-    /// Contexts [default: 2048,4096,8192,16384,32768 on cuda, 512,2048 on cpu]
-    #[arg(long, value_delimiter = ',', value_parser = at_least_one)]
-    seqlen: Vec<usize>,
-
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "flash,plain")]
-    attention: Vec<Attention>,
-
-    /// Tokens of a step, rounded down to whole micro-batches [default: 32768 on cuda, 4096 on cpu]
-    #[arg(long, value_parser = at_least_one)]
-    tokens: Option<usize>,
-
-    /// Tokens of a micro-batch, or one sequence where that is longer; halved until it fits [default: --tokens]
-    #[arg(long, value_parser = at_least_one)]
-    micro_tokens: Option<usize>,
-
-    /// Keep each block's input alone for the backward and compute its inside again
-    #[arg(long)]
-    recompute: bool,
-
-    /// Steps that are timed, after one that is not
-    #[arg(long, default_value_t = 4, value_parser = at_least_one)]
-    steps: usize,
-
-    /// TFLOP/s of the GPU's matrix units; the default is that of H100 and H200 for dense bf16
-    #[arg(long, default_value_t = 989.)]
-    peak: f64,
-
-    /// Time the parts of a step instead
-    #[arg(long)]
-    profile: bool,
-
-    /// Search for the longest context of which one sequence trains, one step each, in multiples of N tokens; up to
-    /// --seqlen where given
-    #[arg(long, value_name = "N", value_parser = at_least_one, conflicts_with = "profile")]
-    longest: Option<usize>,
-
-    /// cpu or cuda[:N]
-    #[arg(long, default_value_t = DeviceName::Cpu)]
-    device: DeviceName,
-
-    /// One JSON object a line instead of a table
-    #[arg(long)]
-    json: bool,
-}
-
-/// Of `--seqlen`, `--tokens` and `--micro-tokens`: their products with a model's sizes then fit 64 bits.
-const MOST_TOKENS: usize = 1 << 30;
-
-impl Args {
-    /// Fills in what depends on the device and checks what the types admit.
-    fn completed(mut self, device: &Device) -> Result<Self> {
-        let is_cpu = device.is_cpu();
-        if self.model.is_empty() {
-            self.model = match is_cpu {
-                true => vec![Shape::Tiny],
-                false => vec![Shape::Gpt3Xl, Shape::Gpt3Large, Shape::Llama32],
-            };
-        }
-        if self.seqlen.is_empty() && self.longest.is_some() {
-            self.seqlen = vec![if is_cpu { 4096 } else { 1 << 20 }];
-        }
-        if self.seqlen.is_empty() {
-            self.seqlen = match is_cpu {
-                true => vec![512, 2048],
-                false => vec![2048, 4096, 8192, 16384, 32768],
-            };
-        }
-        self.tokens = self.tokens.or(Some(if is_cpu { 4096 } else { 32768 }));
-        let sizes = self
-            .seqlen
-            .iter()
-            .chain(&self.tokens)
-            .chain(&self.micro_tokens);
-        for &size in sizes {
-            ensure!(
-                size <= MOST_TOKENS,
-                "--seqlen, --tokens and --micro-tokens must be at most {MOST_TOKENS}, got {size}"
-            );
-        }
-        ensure!(
-            self.peak.is_finite() && self.peak > 0.,
-            "--peak must be a number above 0, got {}",
-            self.peak
-        );
-        Ok(self)
-    }
-
-    fn tokens(&self) -> usize {
-        self.tokens.unwrap_or(MOST_TOKENS)
-    }
-
-    /// Sequences of the first micro-batch to try.
-    fn batch(&self, seqlen: usize) -> usize {
-        if self.longest.is_some() {
-            return 1;
-        }
-        let tokens = self.micro_tokens.unwrap_or(MOST_TOKENS).min(self.tokens());
-        (tokens / seqlen).max(1)
-    }
-}
 
 fn main() -> ExitCode {
     cli::main(|| run(Args::parse()))
@@ -168,25 +63,7 @@ fn run(args: Args) -> Result<()> {
     for &shape in &args.model {
         for &attention in &args.attention {
             if let Some(unit) = args.longest {
-                let case = |seqlen| Case {
-                    shape,
-                    attention,
-                    seqlen,
-                };
-                let most = args.seqlen.iter().copied().max().unwrap_or(unit);
-                let mut last = None;
-                longest::longest(unit, most, |seqlen| {
-                    let row = bench::run(case(seqlen), args, &device)?;
-                    let fits = row.figures.is_some();
-                    if fits {
-                        last = Some(row);
-                    }
-                    Ok(fits)
-                })?;
-                match last {
-                    Some(row) => report.row(&row)?,
-                    None => report.out_of_memory(case(unit))?,
-                }
+                report.row(&search(shape, attention, unit, args, &device)?)?;
                 continue;
             }
             for &seqlen in &args.seqlen {
@@ -204,4 +81,34 @@ fn run(args: Args) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// The row of the longest context that trains; that of the shortest, without figures, where none does.
+fn search(
+    shape: Shape,
+    attention: Attention,
+    unit: usize,
+    args: &Args,
+    device: &Device,
+) -> Result<Row> {
+    let case = |seqlen| Case {
+        shape,
+        attention,
+        seqlen,
+    };
+    let most = args.seqlen.iter().copied().max().unwrap_or(unit);
+    let mut best = None;
+    let found = longest(unit, most, |seqlen| {
+        let row = bench::run(case(seqlen), args, device)?;
+        let fits = row.figures.is_some();
+        if fits {
+            best = Some(row);
+        }
+        Ok(fits)
+    })?;
+    Ok(Row {
+        case: case(found.seqlen.unwrap_or(unit)),
+        figures: best.and_then(|row| row.figures),
+        at_least: found.ended_at_most,
+    })
 }

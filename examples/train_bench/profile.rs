@@ -8,7 +8,7 @@ use candle_core::{Device, Tensor, Var};
 use candle_flash_gqa::training::{cross_entropy, embedding, rope};
 
 use crate::Args;
-use crate::bench::largest_batch;
+use crate::bench::with_largest_batch;
 use crate::gpu_memory::GpuMemory;
 use crate::model::layers::{Projection, RmsNorm, Rotary, gated};
 use crate::shapes::Case;
@@ -36,7 +36,7 @@ pub struct Part {
 /// Times the largest micro-batch that fits; nothing if not even one sequence does.
 pub fn run(case: Case, args: &Args, device: &Device) -> Result<Option<Profile>> {
     let memory = GpuMemory::of(device)?;
-    largest_batch(case, args, memory.as_ref(), |batch| {
+    with_largest_batch(case, args, memory.as_ref(), |batch| {
         time(case, batch, args, device)
     })
 }

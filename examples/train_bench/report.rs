@@ -8,7 +8,7 @@ use serde_json::json;
 use crate::Args;
 use crate::bench::Row;
 use crate::profile::Profile;
-use crate::shapes::Case;
+use crate::shapes::{Case, Rates};
 
 pub struct Report {
     json: bool,
@@ -47,62 +47,71 @@ impl Report {
     }
 
     pub fn row(&self, row: &Row) -> Result<()> {
+        Ok(writeln!(stdout(), "{}", self.line(row))?)
+    }
+
+    /// A row of the table, or its JSON.
+    pub fn line(&self, row: &Row) -> String {
         let Case {
             shape,
             attention,
             seqlen,
         } = row.case;
-        let (model, attention) = (shape.to_string(), attention.to_string());
         let Some(figures) = &row.figures else {
             return self.out_of_memory(row.case);
         };
-        let mut out = stdout().lock();
-        let share = figures.tflops / self.peak;
+        let Rates {
+            tokens_per_second,
+            tflops,
+        } = figures.rates;
+        let share = tflops / self.peak;
         let gib = figures
             .peak_bytes
             .map(|bytes| bytes as f64 / (1u64 << 30) as f64);
         if self.json {
-            let line = json!({
-                "model": model,
-                "attention": attention,
+            let mut line = json!({
+                "model": shape.to_string(),
+                "attention": attention.to_string(),
                 "seqlen": seqlen,
                 "recompute": self.recompute,
                 "batch": figures.batch,
                 "micro_batches": figures.micro_batches,
                 "seconds_per_step": figures.seconds_per_step,
-                "tokens_per_second": figures.tokens_per_second,
-                "tflops": figures.tflops,
+                "tokens_per_second": tokens_per_second,
+                "tflops": tflops,
                 "share_of_peak": share,
                 "peak_gib": gib,
                 "loss": figures.loss,
             });
-            return Ok(writeln!(out, "{line}")?);
+            if row.at_least {
+                line["at_least"] = json!(true);
+            }
+            return line.to_string();
         }
         let batch = format!("{} x {}", figures.micro_batches, figures.batch);
         let gib = gib.map_or("-".to_string(), |gib| format!("{gib:.1}"));
-        Ok(writeln!(
-            out,
-            "{model:13} {attention:9} {seqlen:7} {batch:>11} {:9.3} {:9.0} {:8.1} {share:6.3} {gib:>9} {:7.3}",
-            figures.seconds_per_step, figures.tokens_per_second, figures.tflops, figures.loss
-        )?)
+        let note = match row.at_least {
+            true => "  and more: the search ended there",
+            false => "",
+        };
+        format!(
+            "{shape:13} {attention:9} {seqlen:7} {batch:>11} {:9.3} {tokens_per_second:9.0} {tflops:8.1} {share:6.3} {gib:>9} {:7.3}{note}",
+            figures.seconds_per_step, figures.loss
+        )
     }
 
-    pub fn out_of_memory(&self, case: Case) -> Result<()> {
+    fn out_of_memory(&self, case: Case) -> String {
         let Case {
             shape,
             attention,
             seqlen,
         } = case;
         let (model, attention) = (shape.to_string(), attention.to_string());
-        let mut out = stdout();
-        Ok(match self.json {
-            true => writeln!(
-                out,
-                "{}",
-                json!({"model": model, "attention": attention, "seqlen": seqlen, "recompute": self.recompute, "out_of_memory": true})
-            ),
-            false => writeln!(out, "{model:13} {attention:9} {seqlen:7} out of memory"),
-        }?)
+        match self.json {
+            true => json!({"model": model, "attention": attention, "seqlen": seqlen, "recompute": self.recompute, "out_of_memory": true})
+                .to_string(),
+            false => format!("{model:13} {attention:9} {seqlen:7} out of memory"),
+        }
     }
 
     /// Milliseconds; a part's are those of all of its kind in the model.
@@ -113,7 +122,7 @@ impl Report {
             parts,
         }) = profile
         else {
-            return self.out_of_memory(case);
+            return Ok(writeln!(stdout(), "{}", self.out_of_memory(case))?);
         };
         let mut out = stdout().lock();
         let Case {

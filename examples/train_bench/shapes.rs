@@ -114,3 +114,22 @@ pub fn operations(config: &Config, weights: usize, seqlen: usize, tokens: usize)
     let [layers, hidden] = [config.num_hidden_layers, config.hidden_size].map(|x| x as f64);
     (6. * weights as f64 + 6. * layers * hidden * seqlen as f64) * tokens as f64
 }
+
+/// How fast a step was.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rates {
+    pub tokens_per_second: f64,
+    pub tflops: f64,
+}
+
+impl Rates {
+    /// Of a step on `[micro_batches, batch, seqlen]` tokens that took `seconds`.
+    pub fn of(config: &Config, weights: usize, sizes: [usize; 3], seconds: f64) -> Self {
+        let tokens = sizes.iter().product();
+        let [.., seqlen] = sizes;
+        Self {
+            tokens_per_second: tokens as f64 / seconds,
+            tflops: operations(config, weights, seqlen, tokens) / seconds / 1e12,
+        }
+    }
+}

@@ -65,6 +65,21 @@ fn recomputed_activations_change_no_bit_of_the_curve() -> Result<()> {
     Ok(())
 }
 
+/// The graph of a loss then has one node for each block in place of all that a block keeps.
+#[test]
+fn recomputing_keeps_no_activations_of_blocks() -> Result<()> {
+    let mut options = setup::options(&[]);
+    let checkpoint = setup::checkpoint(&options)?;
+    let mut nodes = |recompute| -> Result<usize> {
+        options.recompute = recompute;
+        let trainer = setup::trainer(&options, &checkpoint, Attention::Flash)?;
+        Ok(trainer.loss(0)?.sorted_nodes().len())
+    };
+    let (kept, recomputed) = (nodes(false)?, nodes(true)?);
+    assert!(2 * recomputed < kept, "{recomputed} nodes, {kept} without");
+    Ok(())
+}
+
 #[test]
 fn a_gradient_that_is_missing_is_an_error() -> Result<()> {
     // Not a norm without it.
@@ -109,6 +124,57 @@ fn batches_follow_from_the_seed_and_hold_some_text_out() -> Result<()> {
     assert_eq!(again, input.to_vec2::<u32>()?);
     assert_ne!(other, again);
     assert_eq!(batches.held_out().count(), 8);
+    Ok(())
+}
+
+fn train_inputs(options: &Options) -> Result<Vec<Vec<Vec<u32>>>> {
+    let text: Vec<u32> = (0..1000).collect();
+    let batches = Batches::new(&[text], options, &Device::Cpu)?;
+    (0..4)
+        .map(|step| Ok(batches.train(step, 0)?.0.to_vec2()?))
+        .collect()
+}
+
+#[test]
+fn each_seed_has_its_own_batches() -> Result<()> {
+    let seeds = ["1", "2", "3", "4294967297"];
+    let all: Vec<_> = seeds
+        .iter()
+        .map(|seed| train_inputs(&setup::options(&["--seed", seed])))
+        .collect::<Result<_>>()?;
+    for (i, one) in all.iter().enumerate() {
+        assert_eq!(one, &train_inputs(&setup::options(&["--seed", seeds[i]]))?);
+        for other in &all[..i] {
+            for (step, batch) in one.iter().enumerate() {
+                assert_ne!(batch, &other[step], "seed {}, step {step}", seeds[i]);
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn measuring_and_training_read_their_own_part_of_each_text() -> Result<()> {
+    let options = setup::options(&["--held-out", "0.2", "--batch", "8"]);
+    let texts = [(0..1000).collect(), (1000..2000).collect()];
+    let batches = Batches::new(&texts, &options, &Device::Cpu)?;
+    let is_held_out = |token: &u32| token % 1000 >= 800;
+    let (mut first, mut last) = (u32::MAX, 0);
+    for sequence in batches.held_out() {
+        for tokens in <[Tensor; 2]>::from(sequence?) {
+            let tokens = tokens.flatten_all()?.to_vec1()?;
+            assert!(tokens.iter().all(is_held_out), "{tokens:?}");
+            first = tokens.iter().copied().fold(first, u32::min);
+            last = tokens.iter().copied().fold(last, u32::max);
+        }
+    }
+    assert_eq!((first, last), (800, 1999));
+    for step in 0..8 {
+        for tokens in <[Tensor; 2]>::from(batches.train(step, 0)?) {
+            let tokens = tokens.flatten_all()?.to_vec1()?;
+            assert!(!tokens.iter().any(is_held_out), "{tokens:?}");
+        }
+    }
     Ok(())
 }
 

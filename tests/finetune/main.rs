@@ -1,10 +1,19 @@
 //! Training through the op: its loss curve against plain attention's and from device to device, resumed runs,
 //! adapters, and what happens when the loss is no longer a number.
 
+#[path = "../../examples/finetune/args.rs"]
+#[expect(dead_code, reason = "what is done with them is tested piece by piece")]
+mod args;
 #[path = "../../examples/finetune/batches.rs"]
 mod batches;
 #[path = "../../examples/common/checkpoint/mod.rs"]
 mod checkpoint;
+#[path = "../../examples/common/cli.rs"]
+#[expect(dead_code, reason = "the tests choose devices themselves")]
+mod cli;
+mod command;
+#[path = "../../examples/finetune/compare.rs"]
+mod compare;
 mod curves;
 #[path = "../suite/support/device.rs"]
 #[expect(dead_code, reason = "a run here has a device of its own")]
@@ -20,8 +29,11 @@ mod model;
 mod numbers;
 #[path = "../../examples/finetune/options.rs"]
 mod options;
+#[path = "../../examples/common/out_of_memory.rs"]
+mod out_of_memory;
 #[path = "../../examples/finetune/plot.rs"]
 mod plot;
+mod resumed;
 #[path = "../../examples/finetune/run.rs"]
 mod run;
 #[path = "../../examples/finetune/run_dir.rs"]

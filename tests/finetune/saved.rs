@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, safetensors};
 use candle_transformers::generation::LogitsProcessor;
 use tempfile::TempDir;
 
@@ -305,6 +306,113 @@ fn a_save_that_was_cut_short_says_what_to_do() -> Result<()> {
     Ok(())
 }
 
+/// Whoever has the old file open, or is cut short, has it whole: another takes its place.
+#[test]
+fn a_save_puts_new_files_in_place_of_old_ones() -> Result<()> {
+    let folder = TempDir::new()?;
+    let path = folder.path().join("run");
+    let options = setup::options(&[]);
+    let (mut trainer, dir) = start(&path, &options)?;
+    dir.save(&trainer, &[], &options)?;
+    let names = ["model.safetensors", "training.safetensors", "losses.csv"];
+    let before: Vec<Vec<u8>> = names
+        .iter()
+        .map(|name| {
+            fs::hard_link(path.join(name), folder.path().join(name))?;
+            Ok(fs::read(path.join(name))?)
+        })
+        .collect::<Result<_>>()?;
+    let row = Row {
+        step: trainer.step()?,
+        tokens_per_second: 1.,
+        held_out_loss: None,
+    };
+    dir.save(&trainer, &[row], &options)?;
+    for (name, before) in names.iter().zip(&before) {
+        assert_eq!(&fs::read(folder.path().join(name))?, before, "{name}");
+        assert_ne!(&fs::read(path.join(name))?, before, "{name}");
+        assert!(!path.join(format!("{name}.tmp")).exists());
+    }
+    Ok(())
+}
+
+/// The state goes last, so that it never is that of a later step than the model and the record.
+#[test]
+fn a_save_that_fails_leaves_the_files_after_it_as_they_were() -> Result<()> {
+    let names = ["model.safetensors", "losses.csv", "training.safetensors"];
+    for (blocked, name) in names.iter().enumerate() {
+        let folder = TempDir::new()?;
+        let path = folder.path().join("run");
+        let options = setup::options(&[]);
+        let (mut trainer, dir) = start(&path, &options)?;
+        dir.save(&trainer, &[], &options)?;
+        let read = || names.map(|name| fs::read(path.join(name)).unwrap_or_default());
+        let before = read();
+        let row = Row {
+            step: trainer.step()?,
+            tokens_per_second: 1.,
+            held_out_loss: None,
+        };
+        // In the way of the file that is written first.
+        fs::create_dir(path.join(format!("{name}.tmp")))?;
+        let refused = dir.save(&trainer, &[row], &options).err();
+        let message = refused.map(|error| format!("{error:#}")).expect(name);
+        assert!(
+            message.contains(&format!("cannot write {}", path.join(name).display())),
+            "{message}"
+        );
+        for (i, (before, after)) in before.iter().zip(&read()).enumerate() {
+            assert_eq!(before == after, i >= blocked, "{} after {name}", names[i]);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn the_model_is_saved_in_the_type_that_is_asked_for() -> Result<()> {
+    for (flag, dtype, name) in [
+        ("f32", DType::F32, "float32"),
+        ("f16", DType::F16, "float16"),
+        ("bf16", DType::BF16, "bfloat16"),
+    ] {
+        let folder = TempDir::new()?;
+        let path = folder.path().join("run");
+        let options = setup::options(&["--save-dtype", flag]);
+        let (trainer, dir) = start(&path, &options)?;
+        dir.save(&trainer, &[], &options)?;
+        let tensors = |name: &str| safetensors::load(path.join(name), &Device::Cpu);
+        let model = tensors("model.safetensors")?;
+        assert!(!model.is_empty() && model.values().all(|weight| weight.dtype() == dtype));
+        // What the run continues from has all bits.
+        let norm = &tensors("training.safetensors")?["model.norm.weight"];
+        assert_eq!(norm.dtype(), DType::F32);
+        let config = fs::read_to_string(path.join("config.json"))?;
+        assert!(
+            config.contains(&format!("\"torch_dtype\": \"{name}\"")),
+            "{config}"
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn the_speed_counts_every_sequence_of_a_step() -> Result<()> {
+    let options = setup::options(&["--accumulate", "3", "--batch", "5", "--steps", "4"]);
+    let rate = run::tokens_per_second(&options, Duration::from_millis(500));
+    assert_eq!(rate, 2. * 3. * 5. * 32.);
+    // No step can have taken longer than all of them did.
+    let checkpoint = setup::checkpoint(&options)?;
+    let mut trainer = setup::trainer(&options, &checkpoint, Attention::Flash)?;
+    let mut rows = vec![];
+    let start = Instant::now();
+    run::run(&mut trainer, &options, None, &mut rows, 4, |_| ())?;
+    let elapsed = start.elapsed().as_secs_f64();
+    let seconds = rows.iter().map(|row| 3. * 5. * 32. / row.tokens_per_second);
+    let seconds: f64 = seconds.sum();
+    assert!(seconds <= elapsed, "{seconds} of {elapsed} s");
+    Ok(())
+}
+
 /// What a restored trainer says of a state, on options with `more`.
 fn refusal(
     options: &Options,
@@ -470,6 +578,21 @@ fn the_losses_are_read_back_and_drawn() -> Result<()> {
         "{} bytes",
         png.len()
     );
+    // The curves of the same losses as training's alone: between them, so that the axes are the same.
+    let middle = rows.len() / 2;
+    let drawn = |held_out: Option<f32>| -> Result<Vec<u8>> {
+        let mut rows = rows.clone();
+        for row in &mut rows {
+            row.held_out_loss = None;
+        }
+        rows[middle].held_out_loss = held_out;
+        plot::draw(&file, &rows)?;
+        Ok(fs::read(&file)?)
+    };
+    let (low, high) = (rows[middle].step.loss, rows[0].step.loss);
+    let curves = [None, Some(low), Some((low + high) / 2.)].map(drawn);
+    let [none, low, between] = curves.map(|png| png.unwrap_or_default());
+    assert!(none != low && low != between && none != between);
     assert!(plot::draw(&folder.path().join("none/loss.png"), &rows).is_err());
     assert!(plot::draw(&file, &[]).is_err());
     Ok(())
