@@ -176,7 +176,7 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
   const Mask mask(p);
   const float softmax_scale_log2 = p.softmax_scale * LOG2_E;
   const int lane = threadIdx.x % 32, warp = ptx::uniform(threadIdx.x / 32 % 4);
-  const bool is_speaker = threadIdx.x % WARPGROUP_THREADS == 0;
+  const bool is_speaker = lane == 0;  // gives tiles back for its warp
   const MatrixDescriptor<LayoutQ> q =
       k_major<LayoutQ>(smem_address(&shared.q) + warpgroup * 64 * LayoutQ::ROW_BYTES);
 
@@ -187,7 +187,7 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
     shared.piece_handover.wait_full(piece_phase);
     const uint32_t piece = ptx::uniform(shared.piece);
     __syncwarp();  // all lanes have read it
-    shared.piece_handover.release(lane == 0);
+    shared.piece_handover.release(is_speaker);
     piece_phase ^= 1;
     if (piece >= arguments.pieces) break;
     const Work work(p, piece);
@@ -207,8 +207,7 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
       for (; tiles > 0; --tiles) {
         shared.k_handover[place.stage].wait_full(place.phase);
         shared.v_handover[place.stage].wait_full(place.phase);
-        // All threads have seen these phases end, before the next ones can.
-        ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);
+        __syncwarp();  // all lanes have seen these phases end, before the next ones can
         shared.k_handover[place.stage].release(is_speaker);
         shared.v_handover[place.stage].release(is_speaker);
         place.advance();
@@ -304,7 +303,7 @@ __device__ __forceinline__ void compute(const Arguments& arguments, SharedStorag
       leave_out(own.begin - work.n_tiles.begin);
     } else if (MAY_LEAVE_OUT && work.n_tiles.begin < work.n_tiles.end) {
       shared.q_handover.wait_full(q_phase);
-      ptx::named_barrier_sync(1 + warpgroup, WARPGROUP_THREADS);  // as above
+      __syncwarp();  // as above
       shared.q_handover.release(is_speaker);
     }
     if (work.n_tiles.begin < work.n_tiles.end) q_phase ^= 1;
@@ -346,11 +345,12 @@ __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const __grid_consta
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
 
   if (threadIdx.x == 0) {
-    shared.piece_handover.init(4 * WARPGROUPS);  // the warps
-    shared.q_handover.init(WARPGROUPS);
+    constexpr int WARPS = 4 * WARPGROUPS;
+    shared.piece_handover.init(WARPS);
+    shared.q_handover.init(WARPS);
     for (int stage = 0; stage < STAGES; ++stage) {
-      shared.k_handover[stage].init(WARPGROUPS);
-      shared.v_handover[stage].init(WARPGROUPS);
+      shared.k_handover[stage].init(WARPS);
+      shared.v_handover[stage].init(WARPS);
     }
     ptx::mbarrier_init_fence();
   }
