@@ -7,7 +7,7 @@
 #include "tensor_map.cuh"
 
 // `full`: the tile is there; an arrival of each writer, and the bytes of the copy engine. `empty`: all readers,
-// warpgroups or warps, have finished with it.
+// warps, have finished with it.
 struct Handover {
   uint64_t full, empty;
 
@@ -21,8 +21,8 @@ struct Handover {
   __device__ void expect(uint32_t bytes) { ptx::mbarrier_arrive_expect(smem_address(&full), bytes); }
   // Of what ordinary stores have written.
   __device__ void publish() { ptx::mbarrier_arrive(smem_address(&full)); }
-  // This reader has finished with the tile, all of its threads: products end for all warps of a warpgroup together,
-  // what else reads takes a barrier before.
+  // This reader has finished with the tile, all of its threads. Of those that have had products with it each warp says so
+  // for itself: warps of a warpgroup need not be at the same place, and one that lags must not miss a phase.
   __device__ void release(bool is_speaker) {
     if (is_speaker) ptx::mbarrier_arrive(smem_address(&empty));
   }

@@ -1,6 +1,7 @@
 // What compute capability 9.0 adds to the machine: barriers that count, the copy engine, products of warpgroups.
 //
 // A product reads its operands at any time between its commit and its wait, and its accumulators hold NaN until then.
+// Each warp's part of it is a product of its own.
 // Faults: a write to operands or accumulators meanwhile; operands from ordinary stores without a proxy fence; a product
 // without a fence before it; barriers and descriptors that are not as the manual wants them.
 #pragma once
@@ -102,27 +103,30 @@ inline void change_registers(int to) {
 
 // ---- products of warpgroups -------------------------------------------------------------------------
 
-struct WarpgroupProduct {
+// A warp's rows of a product: nobody says that the four warps of a warpgroup wait for each other.
+constexpr int LANES = 32;
+struct WarpProduct {
   int n;
   bool is_bf16, accumulate, a_across, b_across;
   const uint32_t* a_registers;  // null: A is in shared memory
   uint64_t a, b;                // descriptors
   float* acc;
-  // Of all threads.
-  float* accs[WARPGROUP];
-  const uint32_t* fragments[WARPGROUP];
-  uint32_t issued[WARPGROUP][4];
+  // Of all lanes.
+  float* accs[LANES];
+  const uint32_t* fragments[LANES];
+  uint32_t issued[LANES][4];
+  int warp = 0;  // of the products: which 16 rows
 };
-struct Warpgroup {
-  std::vector<WarpgroupProduct> open;
-  std::vector<std::vector<WarpgroupProduct>> groups;  // the oldest first
-  size_t done = 0;                                    // products of the oldest group
+struct WarpProducts {
+  std::vector<WarpProduct> open;
+  std::vector<std::vector<WarpProduct>> groups;  // the oldest first
+  size_t done = 0;                               // products of the oldest group
   bool is_fenced = false;
-  // By its address in the first thread: an accumulator in flight, of all threads, and how many products it is in.
+  // By its address in the first lane: an accumulator in flight, of all lanes, and how many products it is in.
   std::map<float*, std::vector<std::vector<float>>> sums;
   std::map<float*, int> uses;
 };
-inline std::map<int, Warpgroup> warpgroups;
+inline std::map<int, WarpProducts> warps;
 
 constexpr uint32_t IN_FLIGHT = 0x7fbadbad;  // a NaN
 
@@ -157,21 +161,21 @@ inline float element(uint64_t descriptor, int mn, int k, bool across, bool is_bf
 
 // A write begins: no product under way may still read there.
 inline void check_products(uint32_t address, size_t bytes) {
-  for (const auto& [index, warpgroup] : warpgroups) {
+  for (const auto& [index, products] : warps) {
     const auto reads = [&](uint64_t descriptor, int size, bool across) {
       for (int k = 0; k < 16; k += 8)
         for (int mn = 0; mn < size; mn += 8)
           if (element_address(descriptor, mn, k, across) - address < bytes) return true;
       return false;
     };
-    const auto check = [&](const WarpgroupProduct& p) {
+    const auto check = [&](const WarpProduct& p) {
       if (reads(p.b, p.n, p.b_across) || (!p.a_registers && reads(p.a, 64, p.a_across)))
-        fault("a write to %#x: a product of warpgroup %d reads there", address, index);
+        fault("a write to %#x: a product of warp %d reads there", address, index);
     };
-    for (size_t group = 0; group < warpgroup.groups.size(); ++group)
-      for (size_t i = group == 0 ? warpgroup.done : 0; i < warpgroup.groups[group].size(); ++i)
-        check(warpgroup.groups[group][i]);
-    for (const WarpgroupProduct& product : warpgroup.open) check(product);
+    for (size_t group = 0; group < products.groups.size(); ++group)
+      for (size_t i = group == 0 ? products.done : 0; i < products.groups[group].size(); ++i)
+        check(products.groups[group][i]);
+    for (const WarpProduct& product : products.open) check(product);
   }
 }
 
@@ -183,98 +187,100 @@ inline void store(int thread, uint32_t address, const void* data, size_t bytes) 
   unfenced_stores[thread].push_back({address, bytes});
 }
 
-inline void multiply(Warpgroup& warpgroup, const WarpgroupProduct& p) {
-  float a[64][16], b[256][16];
-  for (int row = 0; row < 64; ++row)
+inline void multiply(WarpProducts& products, const WarpProduct& p) {
+  float a[16][16], b[256][16];
+  for (int row = 0; row < 16; ++row)
     for (int k = 0; k < 16; ++k) {
       if (!p.a_registers) {
-        a[row][k] = element(p.a, row, k, p.a_across, p.is_bf16);
+        a[row][k] = element(p.a, 16 * p.warp + row, k, p.a_across, p.is_bf16);
         continue;
       }
-      const int thread = row / 16 * 32 + row % 8 * 4 + k % 8 / 2, reg = row % 16 / 8 + k / 8 * 2;
+      const int thread = row % 8 * 4 + k % 8 / 2, reg = row % 16 / 8 + k / 8 * 2;
       const uint32_t bits = p.fragments[thread][reg];
       if (bits != p.issued[thread][reg]) fault("an operand register of thread %d changed during a product", thread);
       a[row][k] = to_float(bits >> k % 2 * 16 & 0xffff, p.is_bf16);
     }
   for (int col = 0; col < p.n; ++col)
     for (int k = 0; k < 16; ++k) b[col][k] = element(p.b, col, k, p.b_across, p.is_bf16);
-  auto& sums = warpgroup.sums[p.accs[0]];
-  for (int thread = 0; thread < WARPGROUP; ++thread)
+  auto& sums = products.sums[p.accs[0]];
+  for (int thread = 0; thread < LANES; ++thread)
     for (int i = 0; i < p.n / 2; ++i) {
-      const int row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8, col = i / 4 * 8 + thread % 4 * 2 + i % 2;
+      const int row = thread / 4 + i / 2 % 2 * 8, col = i / 4 * 8 + thread % 4 * 2 + i % 2;
       float sum = p.accumulate ? sums[thread][i] : 0.f;
       for (int k = 0; k < 16; ++k) sum += a[row][k] * b[col][k];
       sums[thread][i] = sum;
     }
 }
 
-inline void finish_group(Warpgroup& warpgroup) {
-  const std::vector<WarpgroupProduct> group = std::move(warpgroup.groups.front());
-  warpgroup.groups.erase(warpgroup.groups.begin());
-  for (size_t i = warpgroup.done; i < group.size(); ++i) multiply(warpgroup, group[i]);
-  warpgroup.done = 0;
-  for (const WarpgroupProduct& p : group) {
-    if (--warpgroup.uses[p.accs[0]] > 0) continue;
-    const auto& sums = warpgroup.sums[p.accs[0]];
-    for (int thread = 0; thread < WARPGROUP; ++thread)
+inline void finish_group(WarpProducts& products) {
+  const std::vector<WarpProduct> group = std::move(products.groups.front());
+  products.groups.erase(products.groups.begin());
+  for (size_t i = products.done; i < group.size(); ++i) multiply(products, group[i]);
+  products.done = 0;
+  for (const WarpProduct& p : group) {
+    if (--products.uses[p.accs[0]] > 0) continue;
+    const auto& sums = products.sums[p.accs[0]];
+    for (int thread = 0; thread < LANES; ++thread)
       for (int i = 0; i < p.n / 2; ++i) {
         if (std::memcmp(&p.accs[thread][i], &IN_FLIGHT, 4) != 0)
           fault("an accumulator of thread %d was written during a product", thread);
         p.accs[thread][i] = sums[thread][i];
       }
-    warpgroup.sums.erase(p.accs[0]);
+    products.sums.erase(p.accs[0]);
   }
 }
 
-inline void begin_product(WarpgroupProduct& own) {
-  together(WARPGROUP, "wgmma", own, [](auto& all) {
-    Warpgroup& warpgroup = warpgroups[current->index / WARPGROUP];
-    WarpgroupProduct product = *all[0];
-    for (int thread = 0; thread < WARPGROUP; ++thread) {
-      const WarpgroupProduct& one = *all[thread];
+inline void begin_product(WarpProduct& own) {
+  together(LANES, "wgmma", own, [](auto& all) {
+    WarpProducts& products = warps[current->index / LANES];
+    WarpProduct product = *all[0];
+    product.warp = current->index / LANES % 4;
+    for (int thread = 0; thread < LANES; ++thread) {
+      const WarpProduct& one = *all[thread];
       if (one.a != product.a || one.b != product.b || one.accumulate != product.accumulate)
-        fault("thread %d has another wgmma than the first of its warpgroup", thread);
+        fault("thread %d has another wgmma than the first of its warp", thread);
       product.accs[thread] = one.acc;
       product.fragments[thread] = one.a_registers;
       if (one.a_registers) std::memcpy(product.issued[thread], one.a_registers, 16);
     }
     const size_t numbers = product.n / 2;
-    if (auto found = warpgroup.sums.find(product.accs[0]); found == warpgroup.sums.end()) {
-      if (!warpgroup.is_fenced) fault("a product without a fence before it");
-      auto& sums = warpgroup.sums[product.accs[0]];
-      for (float* acc : product.accs) {
+    if (auto found = products.sums.find(product.accs[0]); found == products.sums.end()) {
+      if (!products.is_fenced) fault("a product without a fence before it");
+      auto& sums = products.sums[product.accs[0]];
+      for (int lane = 0; lane < LANES; ++lane) {
+        float* acc = product.accs[lane];
         sums.emplace_back(acc, acc + numbers);
         for (size_t i = 0; i < numbers; ++i) std::memcpy(&acc[i], &IN_FLIGHT, 4);
       }
     } else if (found->second[0].size() != numbers) {
       fault("products of two shapes with the same accumulators");
     }
-    ++warpgroup.uses[product.accs[0]];
-    warpgroup.open.push_back(product);
+    ++products.uses[product.accs[0]];
+    products.open.push_back(product);
   });
 }
 inline void fence_products() {
   char nothing = 0;
-  together(WARPGROUP, "wgmma.fence", nothing, [](auto&) { warpgroups[current->index / WARPGROUP].is_fenced = true; });
+  together(LANES, "wgmma.fence", nothing, [](auto&) { warps[current->index / LANES].is_fenced = true; });
 }
 inline void commit_products() {
   char nothing = 0;
-  together(WARPGROUP, "wgmma.commit_group", nothing, [](auto&) {
-    Warpgroup& warpgroup = warpgroups[current->index / WARPGROUP];
-    warpgroup.groups.push_back(std::move(warpgroup.open));
-    warpgroup.open.clear();
+  together(LANES, "wgmma.commit_group", nothing, [](auto&) {
+    WarpProducts& products = warps[current->index / LANES];
+    products.groups.push_back(std::move(products.open));
+    products.open.clear();
     // In order. The accumulators come back with the wait.
-    if (warpgroup.groups.size() > 1 || !now()) return;
-    for (const WarpgroupProduct& product : warpgroup.groups[0]) multiply(warpgroup, product);
-    warpgroup.done = warpgroup.groups[0].size();
+    if (products.groups.size() > 1 || !now()) return;
+    for (const WarpProduct& product : products.groups[0]) multiply(products, product);
+    products.done = products.groups[0].size();
   });
 }
 inline void wait_for_products(size_t pending) {
   char nothing = 0;
-  together(WARPGROUP, "wgmma.wait_group", nothing, [pending](auto&) {
-    Warpgroup& warpgroup = warpgroups[current->index / WARPGROUP];
-    while (warpgroup.groups.size() > pending) finish_group(warpgroup);
-    warpgroup.is_fenced = false;
+  together(LANES, "wgmma.wait_group", nothing, [pending](auto&) {
+    WarpProducts& products = warps[current->index / LANES];
+    while (products.groups.size() > pending) finish_group(products);
+    products.is_fenced = false;
   });
 }
 
@@ -384,9 +390,9 @@ inline const bool these_end_with_the_block = (resets.push_back([] {
   named_barriers.clear();
   registers.clear();
   free_registers = 0;
-  for (const auto& [index, warpgroup] : warpgroups)
-    if (!warpgroup.groups.empty() || !warpgroup.open.empty()) fault("warpgroup %d ended with products under way", index);
-  warpgroups.clear();
+  for (const auto& [index, warp] : warps)
+    if (!warp.groups.empty() || !warp.open.empty()) fault("warp %d ended with products under way", index);
+  warps.clear();
   additions.clear();
   unfenced_stores.clear();
   std::memset(is_unfenced, 0, sizeof is_unfenced);

@@ -25,12 +25,12 @@ struct Wgmma {
 
   template <bool A_ACROSS, bool B_ACROSS>
   static void ss(float (&acc)[N / 8][4], uint64_t a, uint64_t b, bool accumulate) {
-    machine::WarpgroupProduct product{N, IS_BF16, accumulate, A_ACROSS, B_ACROSS, nullptr, a, b, &acc[0][0]};
+    machine::WarpProduct product{N, IS_BF16, accumulate, A_ACROSS, B_ACROSS, nullptr, a, b, &acc[0][0]};
     machine::begin_product(product);
   }
   template <bool B_ACROSS>
   static void rs(float (&acc)[N / 8][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-    machine::WarpgroupProduct product{N, IS_BF16, accumulate, false, B_ACROSS, a, 0, b, &acc[0][0]};
+    machine::WarpProduct product{N, IS_BF16, accumulate, false, B_ACROSS, a, 0, b, &acc[0][0]};
     machine::begin_product(product);
   }
 };
