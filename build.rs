@@ -131,8 +131,8 @@ mod cuda {
         let headers =
             headers(Path::new("kernels")).map_err(|error| format!("kernels/: {error}"))?;
         let units = units();
-        let nvcc = nvcc_version(&toolkit)?;
-        try_nvcc(&toolkit, &nvcc, &out)?;
+        let nvcc = toolkit.join("bin").join("nvcc");
+        let version = nvcc_version(&nvcc)?;
         let started = std::time::Instant::now();
         let next = AtomicUsize::new(0);
         let failures = Mutex::new(Vec::new());
@@ -147,7 +147,7 @@ mod cuda {
             for _ in 0..threads.min(units.len()) {
                 scope.spawn(|| {
                     while let Some(unit) = units.get(next.fetch_add(1, Ordering::Relaxed)) {
-                        let compile = || compile(unit, &nvcc, &out, &headers);
+                        let compile = || compile(unit, &version, &out, &headers);
                         if std::panic::catch_unwind(compile).is_err()
                             && let Ok(mut failures) = failures.lock()
                         {
@@ -159,6 +159,7 @@ mod cuda {
         });
         let failures = failures.into_inner().unwrap_or_default();
         if !failures.is_empty() {
+            try_nvcc(&nvcc, &version, &out)?;
             println!(
                 "cargo::error=nvcc failed for {}: what it said is below",
                 failures.join(", ")
@@ -230,28 +231,29 @@ mod cuda {
         builder.build_lib(out.join(format!("lib{}.a", unit.name)));
     }
 
-    fn nvcc_version(toolkit: &Path) -> Result<String, String> {
-        let nvcc = toolkit.join("bin").join("nvcc");
-        let output = std::process::Command::new(&nvcc).arg("--version").output();
+    fn nvcc_version(nvcc: &Path) -> Result<String, String> {
+        let output = std::process::Command::new(nvcc).arg("--version").output();
         let output = output.map_err(|error| format!("{}: {error}", nvcc.display()))?;
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    /// Compiles nothing, for the newest architecture: what is missing besides nvcc is said in one line.
-    fn try_nvcc(toolkit: &Path, version: &str, out: &Path) -> Result<(), String> {
+    /// Compiles nothing, for the newest architecture: says in one line what is missing besides nvcc, if that is why
+    /// kernels were not compiled.
+    fn try_nvcc(nvcc: &Path, version: &str, out: &Path) -> Result<(), String> {
         let source = out.join("nothing.cu");
         std::fs::write(&source, "__global__ void nothing() {}\n")
             .map_err(|error| format!("{}: {error}", source.display()))?;
-        let mut nvcc = std::process::Command::new(toolkit.join("bin").join("nvcc"));
-        nvcc.args(["-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-c"]);
+        let mut command = std::process::Command::new(nvcc);
+        command.args(["-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-c"]);
         if let Some(compiler) = std::env::var_os("NVCC_CCBIN") {
             // As bindgen_cuda calls it.
-            nvcc.arg("-allow-unsupported-compiler")
+            command
+                .arg("-allow-unsupported-compiler")
                 .arg("-ccbin")
                 .arg(compiler);
         }
-        nvcc.arg("-o").arg(out.join("nothing.o")).arg(&source);
-        let output = nvcc.output().map_err(|error| format!("nvcc: {error}"))?;
+        command.arg("-o").arg(out.join("nothing.o")).arg(&source);
+        let output = command.output().map_err(|error| format!("nvcc: {error}"))?;
         if output.status.success() {
             return Ok(());
         }
@@ -260,7 +262,7 @@ mod cuda {
         let release = version.lines().find(|line| line.contains("release"));
         Err(format!(
             "the feature `cuda` needs nvcc of CUDA 12 or 13 and a C++17 compiler for it (on PATH, or named by $NVCC_CCBIN); {} ({}) says: {}",
-            toolkit.join("bin").join("nvcc").display(),
+            nvcc.display(),
             release.unwrap_or("of no known release").trim(),
             said.lines()
                 .find(|line| !line.trim().is_empty())

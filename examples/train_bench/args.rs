@@ -90,6 +90,9 @@ impl Args {
         }
         if let Some(unit) = self.longest {
             check_search(unit, &self.seqlen)?;
+            // One step of one sequence.
+            self.tokens = Some(1);
+            self.steps = 1;
         }
         self.tokens = self.tokens.or(Some(if is_cpu { 4096 } else { 32768 }));
         let sizes = self
@@ -117,9 +120,6 @@ impl Args {
 
     /// Sequences of the first micro-batch to try.
     pub fn batch(&self, seqlen: usize) -> usize {
-        if self.longest.is_some() {
-            return 1;
-        }
         let tokens = self.micro_tokens.unwrap_or(MOST_TOKENS).min(self.tokens());
         (tokens / seqlen).max(1)
     }

@@ -95,29 +95,25 @@ fn time(
         seqlen,
     } = case;
     let config = shape.config(seqlen);
-    // A search asks what fits, and its steps are long: one of one sequence, cold.
-    let searching = args.longest.is_some();
-    let (micro_batches, steps) = match searching {
-        true => (1, 1),
-        false => ((args.tokens() / (batch * seqlen)).max(1), args.steps),
-    };
+    let micro_batches = (args.tokens() / (batch * seqlen)).max(1);
     if let Some(memory) = memory {
         memory.start_peak()?;
     }
     let mut step = Step::new(&config, attention, args.recompute, device)?;
     let tokens = random_tokens(&config, batch, seqlen, device)?;
     let inputs = vec![tokens; micro_batches];
-    if !searching {
+    // A search asks what fits, and its steps are long: no warm-up.
+    if args.longest.is_none() {
         step.take(&inputs)?;
     }
     device.synchronize()?;
     let start = Instant::now();
     let mut loss = 0.;
-    for _ in 0..steps {
+    for _ in 0..args.steps {
         loss = step.take(&inputs)?;
     }
     device.synchronize()?;
-    let seconds_per_step = start.elapsed().as_secs_f64() / steps as f64;
+    let seconds_per_step = start.elapsed().as_secs_f64() / args.steps as f64;
     let sizes = [micro_batches, batch, seqlen];
     Ok(Figures {
         batch,

@@ -33,7 +33,7 @@ use super::element::Element;
 use super::rows::{RowTiling, Scaling, View};
 use super::simd::arch;
 use super::turns::Turns;
-use super::{SharedSlice, for_each_item, work};
+use super::{SharedSlice, for_each_item, multiply_adds};
 use crate::params::AttnParams;
 
 /// (rows, keys) of a tile: the ten tiles of the scratch stay within 512 KiB up to head_dim 128 in f32.
@@ -92,7 +92,7 @@ pub(crate) fn backward<E: Element>(
 
     for_each_item(
         seqlen_k.div_ceil(tile_n) * kv_heads,
-        work(batch * num_heads * seqlen_q, seqlen_k, head_dim, 5),
+        multiply_adds(batch * num_heads * seqlen_q, seqlen_k, head_dim, 5),
         || Scratch::<E::Acc>::new(head_dim, tiling.tile_m(), tile_n),
         |scratch, item| {
             let (n_tile, batch_and_head) = (item / kv_heads, item % kv_heads);

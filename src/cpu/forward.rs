@@ -13,7 +13,7 @@ use super::forward_tile::{Attend, Scratch};
 use super::parts::{Partial, combine, finish_row};
 use super::rows::{RowTile, RowTiling, View};
 use super::simd::{Real, arch};
-use super::{SharedSlice, for_each_item, work};
+use super::{SharedSlice, for_each_item, multiply_adds};
 use crate::params::AttnParams;
 
 /// (rows, keys) of a tile. q_t, out, k, v and the scores stay within 512 KiB, the smallest L2 of the
@@ -86,7 +86,7 @@ pub(crate) fn forward<E: Element>(
 
     for_each_item(
         sequences * items_of_sequence * parts,
-        work(stats_len, seqlen_k, head_dim, 2),
+        multiply_adds(stats_len, seqlen_k, head_dim, 2),
         || {
             let rows = tiling.tile_m();
             Scratch::<E::Acc>::new(head_dim, rows, tile_n, few_rows.then_some(tiles_of_item))

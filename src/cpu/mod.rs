@@ -164,9 +164,8 @@ pub(crate) fn cpu_storage(storage: &Storage) -> Result<&CpuStorage> {
 /// Multiply-adds below which waking other threads costs more than it saves (about 10 microseconds).
 const SERIAL_WORK: usize = 1 << 20;
 
-/// Multiply-adds of `products` products of so many rows with as many keys, at most: expanded tensors can have more than
-/// there are numbers for.
-fn work(rows: usize, keys: usize, head_dim: usize, products: usize) -> usize {
+/// Of `products` products of rows with keys; expanded tensors can have more than a `usize` counts.
+fn multiply_adds(rows: usize, keys: usize, head_dim: usize, products: usize) -> usize {
     rows.saturating_mul(keys)
         .saturating_mul(head_dim * products)
 }

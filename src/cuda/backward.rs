@@ -73,7 +73,7 @@ fn backward_typed<E: Element>(
             params.head_dim
         );
     };
-    let group_parts = group_parts(params, gpu.multiprocessors, &chosen);
+    let group_parts = group_parts(params, &gpu, &chosen);
     let pieces = params.batch * params.num_kv_heads * group_parts;
     let problem = problem::<E>(params, PIECES_TOGETHER.min(pieces))?;
 
@@ -229,7 +229,7 @@ fn backward_typed<E: Element>(
 
 /// How many blocks share the query heads of a group: one, unless there are too few blocks to fill the GPU, or those that
 /// there are would wait for each other. Sharing costs a sum of dk and dv in f32 for each part, in memory and time.
-fn group_parts(params: &AttnParams, multiprocessors: usize, chosen: &Chosen<BwdParams>) -> usize {
+fn group_parts(params: &AttnParams, gpu: &Gpu, chosen: &Chosen<BwdParams>) -> usize {
     let blocks = params.batch
         * params.num_kv_heads
         * params.seqlen_k.div_ceil(chosen.kernel.tile_n as usize);
@@ -238,7 +238,7 @@ fn group_parts(params: &AttnParams, multiprocessors: usize, chosen: &Chosen<BwdP
         Some(_) => ROUNDS_WITH_DIAGONAL,
         None => ROUNDS,
     };
-    let wanted = multiprocessors * chosen.kernel.blocks_per_sm as usize * rounds;
+    let wanted = gpu.multiprocessors * chosen.kernel.blocks_per_sm as usize * rounds;
     let group_size = params.group_size();
     // The kernels multiply a part's number and the group's size in 32 bits.
     let most = MAX_GROUP_PARTS.min(i32::MAX as usize / group_size);
@@ -262,8 +262,7 @@ mod tests {
     use super::*;
     use crate::mask::Mask;
 
-    const MULTIPROCESSORS: usize = 132;
-
+    /// On an H200, with its own kernels or without.
     fn parts(shape: [usize; 5], deterministic: bool, causal: bool, sm90: bool) -> usize {
         let [batch, seqlen, num_heads, num_kv_heads, head_dim] = shape;
         let params = AttnParams {
@@ -279,8 +278,13 @@ mod tests {
             deterministic,
             mask: Mask::new(seqlen, seqlen, causal, None, None),
         };
-        let chosen = dispatch::backward_for_test(sm90, &params);
-        group_parts(&params, MULTIPROCESSORS, &chosen)
+        let gpu = Gpu {
+            compute_capability: (9, 0),
+            multiprocessors: 132,
+            shared_kib: 227,
+            sm90,
+        };
+        group_parts(&params, &gpu, &dispatch::backward(&gpu, &params).unwrap())
     }
 
     #[test]

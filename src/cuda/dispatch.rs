@@ -25,9 +25,9 @@ pub(crate) struct Gpu {
     pub(crate) compute_capability: (i32, i32),
     pub(super) multiprocessors: usize,
     /// Shared memory that a block can be given, in KiB.
-    shared_kib: usize,
+    pub(super) shared_kib: usize,
     /// Whether kernels for compute capability 9.0 alone run there.
-    sm90: bool,
+    pub(super) sm90: bool,
 }
 
 impl Gpu {
@@ -187,18 +187,6 @@ fn is_plain(params: &AttnParams) -> bool {
     params.softmax_scale as f32 >= ffi::MIN_PLAIN_SCALE
         && params.softcap.is_none()
         && params.alibi_slopes.is_none()
-}
-
-/// What an H200 runs, with its own kernels or without.
-#[cfg(test)]
-pub(super) fn backward_for_test(sm90: bool, params: &AttnParams) -> Chosen<BwdParams> {
-    let h200 = Gpu {
-        compute_capability: (9, 0),
-        multiprocessors: 132,
-        shared_kib: 227,
-        sm90,
-    };
-    backward(&h200, params).unwrap()
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
-//! One step, against its formula: the mean over micro-batches, clipping, AdamW with its decay and bias correction.
+//! One step, against its formula: the mean over micro-batches, clipping, AdamW with its decay and bias correction; and its speed.
 
 use std::collections::{BTreeMap, HashMap};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
@@ -8,6 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use crate::checkpoint::Checkpoint;
 use crate::model::{Attention, Llama};
 use crate::options::Options;
+use crate::run;
 use crate::setup;
 use crate::trainer::Trainer;
 use crate::training::loss::loss_of;
@@ -189,5 +191,23 @@ fn a_loss_in_pieces_is_the_loss() -> Result<()> {
             ensure!((got - expected).abs() < 1e-6, "{got} and {expected}");
         }
     }
+    Ok(())
+}
+
+#[test]
+fn the_speed_counts_every_sequence_of_a_step() -> Result<()> {
+    let options = setup::options(&["--accumulate", "3", "--batch", "5", "--steps", "4"]);
+    let rate = run::tokens_per_second(&options, Duration::from_millis(500));
+    assert_eq!(rate, 2. * 3. * 5. * 32.);
+    // No step can have taken longer than all of them did.
+    let checkpoint = setup::checkpoint(&options)?;
+    let mut trainer = setup::trainer(&options, &checkpoint, Attention::Flash)?;
+    let mut rows = vec![];
+    let start = Instant::now();
+    run::run(&mut trainer, &options, None, &mut rows, 4, |_| ())?;
+    let elapsed = start.elapsed().as_secs_f64();
+    let seconds = rows.iter().map(|row| 3. * 5. * 32. / row.tokens_per_second);
+    let seconds: f64 = seconds.sum();
+    assert!(seconds <= elapsed, "{seconds} of {elapsed} s");
     Ok(())
 }

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 
 use crate::support::compare::{close, finite, identical, identical_passes};
 use crate::support::device::{
-    for_each_device, for_each_device_with, for_each_dtype, for_each_usual_dtype, gpu,
+    for_each_device, for_each_device_with, for_each_dtype, for_each_usual_dtype, on_the_gpu,
 };
 use crate::support::problem::Problem;
 use crate::support::run::{self, Gradients, Passes};
@@ -119,6 +119,7 @@ fn case_48_head_dim_63_over_4096_rows() -> Result<()> {
                 v: last(&inputs.v)?,
                 dout: last(&inputs.dout)?,
             };
+            verify::forward(&alone, &inputs)?;
             let lse = lse.narrow(0, 1, 1)?.narrow(1, 31, 1)?;
             verify::forward_results(&alone, &inputs, &last(&out)?, &lse)
         })?;
@@ -214,7 +215,6 @@ fn case_56_fwd_of_a_batch_on_long_caches() -> Result<()> {
     })
 }
 
-/// The real case has 2048 rows on 2^22 keys, 2 TFLOP.
 /// `batch` different items from one of normal numbers: on a device drawing them all would take minutes.
 fn items_from_one(
     batch: usize,
@@ -236,54 +236,52 @@ fn items_from_one(
 #[test]
 #[ignore = "12 GB of the GPU's memory"]
 fn case_56_fwd_of_ten_items_on_350000_keys() -> Result<()> {
-    let Some(device) = gpu() else {
-        println!("skipped: needs a GPU");
-        return Ok(());
-    };
-    let problem = Problem::new(10, [500, 350_000], [12, 12], 64);
-    let draw =
-        |seqlen, seed| items_from_one(problem.batch, [seqlen, 12, 64], DType::BF16, &device, seed);
-    let q = draw(problem.seqlen_q, 1)?;
-    let inputs = Inputs {
-        dout: q.clone(),
-        q,
-        k: draw(problem.seqlen_k, 2)?,
-        v: draw(problem.seqlen_k, 3)?,
-    };
-    ensure!(inputs.k.elem_count() > 1 << 31);
-    let (out, lse) = run::forward(&problem, &inputs)?;
-    for item in [0, 9] {
-        let one = Problem {
-            batch: 1,
-            ..problem.clone()
+    on_the_gpu(|device| {
+        let problem = Problem::new(10, [500, 350_000], [12, 12], 64);
+        let draw = |seqlen, seed| {
+            items_from_one(problem.batch, [seqlen, 12, 64], DType::BF16, device, seed)
         };
-        let (expected_out, expected_lse) = run::forward(&one, &part(&inputs, 0, item, 1)?)?;
-        identical("out", &out.narrow(0, item, 1)?, &expected_out)?;
-        identical("lse", &lse.narrow(0, item, 1)?, &expected_lse)?;
-    }
-    Ok(())
+        let q = draw(problem.seqlen_q, 1)?;
+        let inputs = Inputs {
+            dout: q.clone(),
+            q,
+            k: draw(problem.seqlen_k, 2)?,
+            v: draw(problem.seqlen_k, 3)?,
+        };
+        ensure!(inputs.k.elem_count() > 1 << 31);
+        let (out, lse) = run::forward(&problem, &inputs)?;
+        for item in [0, 9] {
+            let one = Problem {
+                batch: 1,
+                ..problem.clone()
+            };
+            let (expected_out, expected_lse) = run::forward(&one, &part(&inputs, 0, item, 1)?)?;
+            identical("out", &out.narrow(0, item, 1)?, &expected_out)?;
+            identical("lse", &lse.narrow(0, item, 1)?, &expected_lse)?;
+        }
+        Ok(())
+    })
 }
 
 /// More than 2^31 numbers in each of q, out and dq.
 #[test]
 #[ignore = "50 GB of the GPU's memory"]
 fn passes_with_outputs_of_more_than_2_to_the_31_numbers() -> Result<()> {
-    let Some(device) = gpu() else {
-        println!("skipped: needs a GPU");
-        return Ok(());
-    };
-    let problem = Problem::new(2100, [64, 64], [64, 1], 256).causal();
-    let draw = |heads, seed| items_from_one(2100, [64, heads, 256], DType::BF16, &device, seed);
-    let inputs = Inputs {
-        q: draw(64, 1)?,
-        k: draw(1, 2)?,
-        v: draw(1, 3)?,
-        dout: draw(64, 4)?,
-    };
-    ensure!(inputs.q.elem_count() > 1 << 31);
-    last_items_of(&problem, &inputs, 2098)
+    on_the_gpu(|device| {
+        let problem = Problem::new(2100, [64, 64], [64, 1], 256).causal();
+        let draw = |heads, seed| items_from_one(2100, [64, heads, 256], DType::BF16, device, seed);
+        let inputs = Inputs {
+            q: draw(64, 1)?,
+            k: draw(1, 2)?,
+            v: draw(1, 3)?,
+            dout: draw(64, 4)?,
+        };
+        ensure!(inputs.q.elem_count() > 1 << 31);
+        last_items_of(&problem, &inputs, 2098)
+    })
 }
 
+/// The real case has 2048 rows on 2^22 keys, 2 TFLOP.
 #[test]
 fn case_57_fwd_of_causal_rows_on_a_very_long_cache() -> Result<()> {
     for_each_device(|device| {

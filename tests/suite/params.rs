@@ -373,7 +373,9 @@ fn tensors_of_more_numbers_than_buffers_can_have_are_refused() -> Result<()> {
             let (q, k) = (expanded(q)?, expanded(k)?);
             let error = flash_attn_with(&q, &k, &k, &AttnOptions::default()).unwrap_err();
             let message = error.to_string();
-            let expected = format!("{name} must have fewer than 2^44 numbers");
+            let expected = format!(
+                "{name} must have fewer than 2^44 numbers, a dimension of 0 counted as 1, got shape"
+            );
             ensure!(
                 message.contains(&expected) && message.contains("2097152"),
                 "{message}"

@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor, Var};
 use candle_flash_gqa::flash_attn_with;
 
 use crate::support::compare::{close_to, identical, identical_passes};
-use crate::support::device::{for_each_dtype, gpu};
+use crate::support::device::{for_each_dtype, on_the_gpu};
 use crate::support::layout::Layout;
 use crate::support::problem::Problem;
 use crate::support::run;
@@ -189,44 +189,42 @@ fn case_41_rows_that_lie_far_apart() -> Result<()> {
 #[ignore = "40 GB of the GPU's memory"]
 fn case_41_rows_that_lie_millions_apart() -> Result<()> {
     const HEADS: usize = 60_000;
-    let Some(device) = gpu() else {
-        println!("skipped: needs a GPU");
-        return Ok(());
-    };
-    for head_dim in [64, 128] {
-        let seqlen = 300 * 64 / head_dim;
-        let problem = Problem::new(2, [seqlen; 2], [4, 2], head_dim)
-            .causal()
-            .deterministic();
-        let inputs = Inputs::normal(&problem, DType::BF16, &device, 41)?;
-        let contiguous = run::forward_backward(&problem, &inputs)?;
-        let storage = Tensor::zeros((2, seqlen, HEADS, head_dim), DType::BF16, &device)?;
-        ensure!(storage.elem_count() > 1 << 31);
-        // The last heads of each row.
-        let places = [(HEADS - 8, 4), (HEADS - 4, 2), (HEADS - 2, 2)];
-        for (tensor, (first, _)) in [&inputs.q, &inputs.k, &inputs.v].into_iter().zip(places) {
-            storage.slice_set(tensor, 2, first)?;
+    on_the_gpu(|device| {
+        for head_dim in [64, 128] {
+            let seqlen = 300 * 64 / head_dim;
+            let problem = Problem::new(2, [seqlen; 2], [4, 2], head_dim)
+                .causal()
+                .deterministic();
+            let inputs = Inputs::normal(&problem, DType::BF16, device, 41)?;
+            let contiguous = run::forward_backward(&problem, &inputs)?;
+            let storage = Tensor::zeros((2, seqlen, HEADS, head_dim), DType::BF16, device)?;
+            ensure!(storage.elem_count() > 1 << 31);
+            // The last heads of each row.
+            let places = [(HEADS - 8, 4), (HEADS - 4, 2), (HEADS - 2, 2)];
+            for (tensor, (first, _)) in [&inputs.q, &inputs.k, &inputs.v].into_iter().zip(places) {
+                storage.slice_set(tensor, 2, first)?;
+            }
+            let storage = Var::from_tensor(&storage)?;
+            let [q, k, v] = places.map(|(first, count)| storage.narrow(2, first, count));
+            let options = problem.options(device)?;
+            let out = flash_attn_with(&q?, &k?, &v?, &options)?;
+            identical("out", &out, &contiguous.out)?;
+            let grads = (out * &inputs.dout)?.sum_all()?.backward()?;
+            let grad = grads.get(&storage).context("no gradient")?;
+            let expected = &contiguous.grads;
+            for ((name, expected), (first, count)) in [
+                ("dq", &expected.dq),
+                ("dk", &expected.dk),
+                ("dv", &expected.dv),
+            ]
+            .into_iter()
+            .zip(places)
+            {
+                identical(name, &grad.narrow(2, first, count)?.contiguous()?, expected)?;
+            }
         }
-        let storage = Var::from_tensor(&storage)?;
-        let [q, k, v] = places.map(|(first, count)| storage.narrow(2, first, count));
-        let options = problem.options(&device)?;
-        let out = flash_attn_with(&q?, &k?, &v?, &options)?;
-        identical("out", &out, &contiguous.out)?;
-        let grads = (out * &inputs.dout)?.sum_all()?.backward()?;
-        let grad = grads.get(&storage).context("no gradient")?;
-        let expected = &contiguous.grads;
-        for ((name, expected), (first, count)) in [
-            ("dq", &expected.dq),
-            ("dk", &expected.dk),
-            ("dv", &expected.dv),
-        ]
-        .into_iter()
-        .zip(places)
-        {
-            identical(name, &grad.narrow(2, first, count)?.contiguous()?, expected)?;
-        }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 /// Dimensions of stride 0: their gradient is the sum over what was expanded.

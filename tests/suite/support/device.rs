@@ -108,6 +108,17 @@ pub fn for_each_stream(test: impl Fn(&Device) -> Result<()>) -> Result<()> {
     Ok(())
 }
 
+/// Runs a test body on the GPU alone: for sizes that nothing else has room or time for.
+pub fn on_the_gpu(test: impl Fn(&Device) -> Result<()>) -> Result<()> {
+    match gpu() {
+        Some(device) => test(&device),
+        None => {
+            println!("skipped: needs a GPU");
+            Ok(())
+        }
+    }
+}
+
 /// Runs a test body on each device that has kernels for `dtype` and `head_dim`: for tests whose numbers are
 /// those of one type.
 pub fn for_each_device_with(
