@@ -20,6 +20,16 @@ struct Kernel {
   int32_t tile_n;
 };
 
+// Of the current device.
+inline cudaError_t count_multiprocessors(int64_t* count) {
+  int device, multiprocessors = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess)
+    status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  *count = multiprocessors;
+  return status;
+}
+
 // Launches a block for each of `blocks` pieces of work. Returns the status of the first call that failed.
 template <class Params>
 inline cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads, int shared_bytes,

@@ -7,7 +7,7 @@ struct BackwardStep {
   int head, m_tile;
 };
 
-// The piece of work of a block. Key tiles from the first on: with a causal mask those are seen by the most rows. But
+// A piece of work, for a block. Key tiles from the first on: with a causal mask those are seen by the most rows. But
 // FROM_LAST the other way round where there is a diagonal and dq is added in turn. `heads_together` pieces of the same
 // tile at a time, so that their q, dout and dq stay in L2.
 template <int TILE_M_, int TILE_N_, bool FROM_LAST = false>
@@ -17,12 +17,14 @@ struct BackwardWork {
   int first_head, end_head;  // of the part; none, if no row sees a key of the tile
   TileRange m_tiles;         // the query tiles that see one
 
-  __device__ explicit BackwardWork(const BwdParams& params) {
+  BackwardWork() = default;
+  // Number `index`.
+  __device__ BackwardWork(const BwdParams& params, unsigned index) {
     const AttnProblem& p = params.problem;
     const unsigned n_tiles = (p.seqlen_k + TILE_N - 1) / TILE_N;
     const unsigned kv_heads = p.num_heads / p.group_size;
-    const unsigned section = blockIdx.x / (n_tiles * p.heads_together);
-    const unsigned rest = blockIdx.x - section * n_tiles * p.heads_together;
+    const unsigned section = index / (n_tiles * p.heads_together);
+    const unsigned rest = index - section * n_tiles * p.heads_together;
     const unsigned first = section * p.heads_together;
     const unsigned pieces =
         min(p.batch * kv_heads * params.group_parts - first, static_cast<unsigned>(p.heads_together));
@@ -56,7 +58,7 @@ __device__ __forceinline__ BackwardStep step_after(BackwardStep step, const Work
   return {head, left == 1 ? work.m_tiles.begin : step.m_tile + 1};
 }
 
-// The launch of a backward kernel: a block for each piece of work.
+// The pieces of work of a backward kernel.
 template <int TILE_N>
 inline int64_t backward_blocks(const BwdParams& params) {
   const AttnProblem& p = params.problem;

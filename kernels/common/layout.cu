@@ -17,6 +17,7 @@ extern "C" void flash_layout(size_t* sizes) {
       offsetof(FwdParams, next_piece),
       sizeof(BwdParams),
       offsetof(BwdParams, lse),
+      offsetof(BwdParams, next_piece),
       offsetof(BwdParams, group_parts),
       sizeof(ConvertParams),
       offsetof(ConvertParams, parts),

@@ -11,9 +11,9 @@
 template <bool IN_REGISTERS, class Work>
 __device__ __forceinline__ decltype(auto) block_work(Work& shared_work, const BwdParams& params, int thread) {
   if constexpr (IN_REGISTERS) {
-    return Work(params);
+    return Work(params, blockIdx.x);
   } else {
-    if (thread == 0) shared_work = Work(params);
+    if (thread == 0) shared_work = Work(params, blockIdx.x);
     __syncthreads();  // the work is there for all
     return static_cast<const volatile Work&>(shared_work);
   }

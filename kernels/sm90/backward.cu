@@ -1,15 +1,17 @@
 // dk, dv and the sums of dq, FlashAttention-2, Algorithm 2, for wgmma and the copy engine (sm_90a). Step 2 of the
 // backward: common/delta.cu comes before, common/convert.cu after.
 //
-// grid       one block for each (batch, kv head), part of the head's group, and tile of TILE_N keys
-// block      two warpgroups that compute, of 64 keys each, and one of which a warp loads (one thread of it) and two add
-//            dq, each for one that computes
+// grid       one block for each multiprocessor, which takes one piece of work (tile of TILE_N keys, kv head, part of
+//            its group) after the other, the next that nobody has: its first tiles come while the last one's dk and dv
+//            are written
+// block      two warpgroups that compute, of 64 keys each, and one of which a thread loads, two add dq, each for one
+//            that computes, and one takes the pieces of work
 // shared     k and v tile; q tiles of three steps, with lse; dout tiles, with delta, and dscores of two; dq on its way:
 //            210 KiB
 // registers  given 24 + 2 x 240, none spilled
 //
-// A block visits, for each query head of its part of the group in turn, the query tiles that see its keys. dk and dv
-// stay in registers over all of them; dq is added to sums in device memory.
+// A piece of work visits, for each query head of its part of the group in turn, the query tiles that see its keys. dk
+// and dv stay in registers over all of them; dq is added to sums in device memory.
 //
 // Scores and dprobs are transposed, keys by rows: their accumulators, packed, are the left operands of dv and dk, and
 // only dscores go through shared memory, for dq. The products of a step that nothing waits for are left to the next
@@ -76,7 +78,7 @@ struct SharedStorage {
   Handover keys, q_handover[Q_STAGES], dout_handover[DOUT_STAGES];
   StepNote notes[NOTES];
   Handover dscores_handover[2], dq_handover[WARPGROUPS];
-  Work work;
+  WorkRing<Work> ring;
 };
 static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
 
@@ -133,149 +135,162 @@ template <class Element>
 __device__ __forceinline__ void compute(const BackwardArguments& arguments, SharedStorage& shared, int warpgroup) {
   const BwdParams& params = arguments.params;
   const AttnProblem& p = params.problem;
-  const volatile Work& work = shared.work;  // read at each use: registers are short
   const Mask mask(p);
   // Of the keys of the tile, and of a warpgroup's rows of dq.
   const auto warp_row = [] { return ptx::thread_index() / 32 % 4 * 16; };
   const auto lane_index = [] { return ptx::thread_index() % 32; };
   const int warpgroup_key = warpgroup * WARPGROUP_KEYS;
 
-  float acc_dk[1][HEAD_TILES][4], acc_dv[1][HEAD_TILES][4];
-  clear(acc_dk);
-  clear(acc_dv);
-  ptx::hold(acc_dk);
-  ptx::hold(acc_dv);
+  uint32_t number = 0;  // of the step; two dout and dscores are there, and are used in turn
+  RingPlace<SharedStorage::Q_STAGES> q_place;
+  int last_q = 0;  // the stage of the last step
+  uint32_t keys_phase = 0;
+  const auto stage = [&](uint32_t number) { return number % 2; };
+  const auto phase = [&](uint32_t number) { return number / 2 % 2; };
 
-  if (work.first_head < work.end_head) {
-    uint32_t number = 0;  // of the step; two dout and dscores are there, and are used in turn
-    RingPlace<SharedStorage::Q_STAGES> q_place;
-    int last_q = 0;  // the stage of the last step
-    const uint32_t steps = ptx::uniform(step_count(work));
-    const int first_key = work.n_tile * TILE_N;
-    const auto stage = [&](uint32_t number) { return number % 2; };
-    const auto phase = [&](uint32_t number) { return number / 2 % 2; };
-
-    shared.keys.wait_full(0);
-
-    // The product of dq of step `of`, which has its dscores.
-    const auto begin_dq_of = [&](uint32_t of, float(&acc_dq)[1][DQ_TILES][4]) {
-      shared.dscores_handover[stage(of)].wait_full(phase(of));  // dscores of both warpgroups are there
-      ptx::wgmma_fence();
-      begin_dq<Element>(acc_dq, shared.dscores[stage(of)], dq_row(warpgroup), shared.k, dq_col(warpgroup));
-    };
-    // For the copy engine to add. In registers it would hold up the next step: they are read one by one.
-    Handover& dq_handover = shared.dq_handover[warpgroup];
-    const auto stage_dq_of = [&](uint32_t of, float(&acc_dq)[1][DQ_TILES][4]) {
-      ptx::hold(acc_dq);
-      stage_dq(shared.dq[warpgroup], dq_handover, of % 2, acc_dq);
-    };
-    // What all lanes have stored.
-    const auto hand_on = [&](Handover& handover) {
-      ptx::proxy_fence();
-      __syncwarp();  // all lanes' part is there
-      if (lane_index() == 0) handover.publish();
-    };
-
-    // What the next step reads first.
-    float2 lse[ROW_TILES];
-    int is_masked;
-    const auto read_ahead = [&] {
-      // After the last step what lies there, and used nowhere.
-      if (number < steps) shared.q_handover[q_place.stage].wait_full(q_place.phase);
-      read_statistic<0, EARLY_LSE>(lse, shared.lse_log2[q_place.stage], lane_index());
-      is_masked = shared.notes[number % NOTES].is_masked;
-    };
-
-    // A step, and dq of the last one.
-    uint32_t weights[ROW_BLOCKS][4];  // probs, then dscores: packed, with the rows as K
-    const auto run_step = [&] {
-      const uint32_t now = stage(number);
-      const int q_stage = q_place.stage;
-      const SwizzledTile<LayoutQ>&q = shared.q[q_stage], &dout = shared.dout[now];
-      float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][DQ_TILES][4];
-      float2 delta[ROW_TILES];
-
-      ptx::wgmma_fence();
-      begin_scores<Element>(scores, shared.k, warpgroup_key, q);
-      ptx::wgmma_wait<1>();  // dk of the last step
-      ptx::hold(acc_dk);
-      // Products have read it, and lanes lse, before dk.
-      if (number > 0) shared.q_handover[last_q].release(lane_index() == 0);
-      shared.dout_handover[now].wait_full(phase(number));
-      ptx::wgmma_fence();
-      begin_scores<Element>(dprobs, shared.v, warpgroup_key, dout);
-
-      const float softmax_scale_log2 = p.softmax_scale * LOG2_E;
-      ptx::wgmma_wait<1>();  // scores
-      ptx::hold(scores);
-      read_statistic<EARLY_LSE, ROW_TILES>(lse, shared.lse_log2[q_stage], lane_index());
-      if (is_masked)
-        mask_scores_transposed(scores, mask, shared.notes[number % NOTES].first_row,
-                               first_key + warpgroup_key + warp_row(), lane_index());
-#pragma unroll
-      for (int j = 0; j < ROW_TILES; ++j)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          weights[j / 2][j % 2 * 2 + half] =
-              pack<Element>(ptx::exp2(scores[0][j][2 * half] * softmax_scale_log2 - lse[j].x),
-                            ptx::exp2(scores[0][j][2 * half + 1] * softmax_scale_log2 - lse[j].y));
-
-      read_statistic<0, EARLY_DELTA>(delta, shared.delta[now], lane_index());
-      ptx::hold(acc_dv);
-      ptx::wgmma_fence();
-      begin_sum<Element>(acc_dv, weights, dout);
-      if (number > 1) hand_on(dq_handover);  // what the last step has stored
-      begin_dq_of(number - 1, acc_dq);  // in the first step of what lies in [1], and added nowhere
-      ptx::wgmma_wait<1>();  // dprobs, dv
-      ptx::hold(dprobs);
-      ptx::hold(acc_dv);
-      read_statistic<EARLY_DELTA, ROW_TILES>(delta, shared.delta[now], lane_index());
-#pragma unroll
-      for (int j = 0; j < ROW_TILES; ++j)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          uint32_t& weight = weights[j / 2][j % 2 * 2 + half];
-          const float2 prob = unpack<Element>(weight);
-          weight = pack<Element>(prob.x * (dprobs[0][j][2 * half] - delta[j].x),
-                                 prob.y * (dprobs[0][j][2 * half + 1] - delta[j].y));
-        }
-      const int lane = lane_index();
-      const uint32_t dscores = smem_address(&shared.dscores[now]);
-      shared.dscores_handover[now].wait_empty(phase(number) ^ now);  // [1] has been read once more, in the first step
-#pragma unroll
-      for (int block = 0; block < ROW_BLOCKS; ++block)
-        ptx::stmatrix_x4(dscores + LayoutS::chunk_offset(warpgroup_key + warp_row() + lane % 16, 2 * block + lane / 16),
-                         weights[block]);
-
-      ptx::hold(acc_dk);
-      ptx::wgmma_fence();
-      begin_sum<Element>(acc_dk, weights, q);
-      hand_on(shared.dscores_handover[now]);
-      ptx::wgmma_wait<1>();  // dq of the last step
-      shared.dout_handover[now].release(lane_index() == 0);  // products have read it; lanes delta, before handing on
-      shared.dscores_handover[now ^ 1].release(lane_index() == 0);
-      if (number > 0) stage_dq_of(number - 1, acc_dq);
-      ++number;
-      last_q = q_stage;
-      q_place.advance();
-      read_ahead();
-    };
-
-    read_ahead();
-    do run_step();
-    while (number < steps);
-
-    if (number > 1) hand_on(dq_handover);
-    float acc_dq[1][DQ_TILES][4];
-    begin_dq_of(number - 1, acc_dq);
-    ptx::wgmma_wait<0>();
+#pragma unroll 1  // few registers
+  for (uint32_t piece = 0; ptx::uniform(shared.ring.wait(piece)); ++piece) {
+    const volatile Work& work = shared.ring[piece];  // read at each use: registers are short
+    float acc_dk[1][HEAD_TILES][4], acc_dv[1][HEAD_TILES][4];
+    clear(acc_dk);
+    clear(acc_dv);
     ptx::hold(acc_dk);
     ptx::hold(acc_dv);
-    stage_dq_of(number - 1, acc_dq);
-    hand_on(dq_handover);
-  }
 
-  store_dk_dv<Element>(params, work, warpgroup_key + warp_row(), 0, acc_dk, acc_dv, lane_index());
+    const uint32_t first = number, end = number + ptx::uniform(step_count(work));
+    if (number < end) {
+      const int first_key = work.n_tile * TILE_N;
+
+      shared.keys.wait_full(keys_phase);
+      keys_phase ^= 1;
+
+      // The product of dq of step `of`, which has its dscores.
+      const auto begin_dq_of = [&](uint32_t of, float(&acc_dq)[1][DQ_TILES][4]) {
+        shared.dscores_handover[stage(of)].wait_full(phase(of));  // dscores of both warpgroups are there
+        ptx::wgmma_fence();
+        begin_dq<Element>(acc_dq, shared.dscores[stage(of)], dq_row(warpgroup), shared.k, dq_col(warpgroup));
+      };
+      // For the copy engine to add. In registers it would hold up the next step: they are read one by one.
+      Handover& dq_handover = shared.dq_handover[warpgroup];
+      const auto stage_dq_of = [&](uint32_t of, float(&acc_dq)[1][DQ_TILES][4]) {
+        ptx::hold(acc_dq);
+        stage_dq(shared.dq[warpgroup], dq_handover, of % 2, acc_dq);
+      };
+      // What all lanes have stored.
+      const auto hand_on = [&](Handover& handover) {
+        ptx::proxy_fence();
+        __syncwarp();  // all lanes' part is there
+        if (lane_index() == 0) handover.publish();
+      };
+
+      // What the next step reads first.
+      float2 lse[ROW_TILES];
+      int is_masked;
+      const auto read_ahead = [&] {
+        // After the last step what lies there, or comes there just now, and used nowhere.
+        if (number < end) shared.q_handover[q_place.stage].wait_full(q_place.phase);
+        read_statistic<0, EARLY_LSE>(lse, shared.lse_log2[q_place.stage], lane_index());
+        is_masked = shared.notes[number % NOTES].is_masked;
+      };
+
+      // A step, and dq of the last one.
+      uint32_t weights[ROW_BLOCKS][4];  // probs, then dscores: packed, with the rows as K
+      const auto run_step = [&] {
+        const uint32_t now = stage(number);
+        const int q_stage = q_place.stage;
+        const SwizzledTile<LayoutQ>&q = shared.q[q_stage], &dout = shared.dout[now];
+        float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][DQ_TILES][4];
+        float2 delta[ROW_TILES];
+
+        ptx::wgmma_fence();
+        begin_scores<Element>(scores, shared.k, warpgroup_key, q);
+        ptx::wgmma_wait<1>();  // dk of the last step
+        ptx::hold(acc_dk);
+        // Products have read it, and lanes lse, before dk.
+        if (number > first) shared.q_handover[last_q].release(lane_index() == 0);
+        shared.dout_handover[now].wait_full(phase(number));
+        ptx::wgmma_fence();
+        begin_scores<Element>(dprobs, shared.v, warpgroup_key, dout);
+
+        const float softmax_scale_log2 = p.softmax_scale * LOG2_E;
+        ptx::wgmma_wait<1>();  // scores
+        ptx::hold(scores);
+        read_statistic<EARLY_LSE, ROW_TILES>(lse, shared.lse_log2[q_stage], lane_index());
+        if (is_masked)
+          mask_scores_transposed(scores, mask, shared.notes[number % NOTES].first_row,
+                                 first_key + warpgroup_key + warp_row(), lane_index());
+#pragma unroll
+        for (int j = 0; j < ROW_TILES; ++j)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            weights[j / 2][j % 2 * 2 + half] =
+                pack<Element>(ptx::exp2(scores[0][j][2 * half] * softmax_scale_log2 - lse[j].x),
+                              ptx::exp2(scores[0][j][2 * half + 1] * softmax_scale_log2 - lse[j].y));
+
+        read_statistic<0, EARLY_DELTA>(delta, shared.delta[now], lane_index());
+        ptx::hold(acc_dv);
+        ptx::wgmma_fence();
+        begin_sum<Element>(acc_dv, weights, dout);
+        if (number > first + 1) hand_on(dq_handover);  // what the last step has stored
+        begin_dq_of(number - 1, acc_dq);  // in the first step of what lies there, and added nowhere
+        ptx::wgmma_wait<1>();  // dprobs, dv
+        ptx::hold(dprobs);
+        ptx::hold(acc_dv);
+        read_statistic<EARLY_DELTA, ROW_TILES>(delta, shared.delta[now], lane_index());
+#pragma unroll
+        for (int j = 0; j < ROW_TILES; ++j)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            uint32_t& weight = weights[j / 2][j % 2 * 2 + half];
+            const float2 prob = unpack<Element>(weight);
+            weight = pack<Element>(prob.x * (dprobs[0][j][2 * half] - delta[j].x),
+                                   prob.y * (dprobs[0][j][2 * half + 1] - delta[j].y));
+          }
+        const int lane = lane_index();
+        const uint32_t dscores = smem_address(&shared.dscores[now]);
+        // [1] has been read once more, in the very first step.
+        shared.dscores_handover[now].wait_empty(phase(number) ^ now);
+#pragma unroll
+        for (int block = 0; block < ROW_BLOCKS; ++block)
+          ptx::stmatrix_x4(
+              dscores + LayoutS::chunk_offset(warpgroup_key + warp_row() + lane % 16, 2 * block + lane / 16),
+              weights[block]);
+
+        ptx::hold(acc_dk);
+        ptx::wgmma_fence();
+        begin_sum<Element>(acc_dk, weights, q);
+        hand_on(shared.dscores_handover[now]);
+        ptx::wgmma_wait<1>();  // dq of the last step
+        shared.dout_handover[now].release(lane_index() == 0);  // products have read it; lanes delta, before handing on
+        shared.dscores_handover[now ^ 1].release(lane_index() == 0);
+        if (number > first) stage_dq_of(number - 1, acc_dq);
+        ++number;
+        last_q = q_stage;
+        q_place.advance();
+        read_ahead();
+      };
+
+      read_ahead();
+      do run_step();
+      while (number < end);
+
+      if (number > first + 1) hand_on(dq_handover);
+      float acc_dq[1][DQ_TILES][4];
+      begin_dq_of(number - 1, acc_dq);
+      ptx::wgmma_wait<0>();
+      ptx::hold(acc_dk);
+      ptx::hold(acc_dv);
+      // All products with them have ended. dscores of the last step the next one reads once more.
+      shared.q_handover[last_q].release(lane_index() == 0);
+      shared.keys.release(lane_index() == 0);
+      stage_dq_of(number - 1, acc_dq);
+      hand_on(dq_handover);
+    }
+
+    store_dk_dv<Element>(params, work, warpgroup_key + warp_row(), 0, acc_dk, acc_dv, lane_index());
+    __syncwarp();  // all lanes have read the work
+    shared.ring.release(piece, lane_index() == 0);
+  }
 }
 
 #endif
@@ -289,7 +304,7 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
   extern __shared__ __align__(1024) char smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
 
-  run_roles<LayoutQ, LayoutKV, IN_ORDER>(
+  run_roles<LayoutQ, LayoutKV, IN_ORDER, WARPGROUPS>(
       arguments, shared,
       [&] {
         // The warps of a warpgroup write it, one warp reads it.
@@ -298,7 +313,8 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
       [&](int warpgroup) {
         // Of the last columns there may be fewer.
         const int col = dq_col(warpgroup), cols = min(DQ_COLS, HEAD_DIM - col);
-        add_dq<IN_ORDER>(arguments.params, shared, shared.dq[warpgroup], warpgroup, dq_row(warpgroup), col, cols);
+        if (threadIdx.x % 32 == 0)
+          add_dq<IN_ORDER>(arguments.params, shared, shared.dq[warpgroup], warpgroup, dq_row(warpgroup), col, cols);
       },
       [&](int warpgroup) { compute<Element>(arguments, shared, warpgroup); });
 #else

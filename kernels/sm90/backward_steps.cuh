@@ -18,6 +18,7 @@ constexpr int BACKWARD_THREADS = WARPGROUP_THREADS * (1 + BACKWARD_WARPGROUPS);
 struct BackwardArguments {
   BwdParams params;
   TensorMap q, k, v, dout;
+  uint32_t pieces;  // of work
 };
 
 // What those that compute, and add, need to know of a step. Who loads works it out: their registers are short, and so
@@ -32,6 +33,31 @@ struct StepNote {
 // of two more steps can be on its way, and three more q be loaded.
 constexpr int NOTES = 8;
 
+// The pieces of work that a block knows of: the one that is computed, and the next.
+template <class Work_>
+struct WorkRing {
+  using Work = Work_;
+  static constexpr int SIZE = 2;
+  Work works[SIZE];
+  bool is_there[SIZE];  // else: there are no more
+  Handover handover[SIZE], loaded;  // loaded: all loads of a piece have begun
+
+  __device__ void init(int readers) {
+    for (Handover& one : handover) one.init(readers);
+    loaded.init(1);
+  }
+  // For a reader: waits for piece `number` of the block; whether there is one.
+  __device__ __forceinline__ bool wait(uint32_t number) {
+    handover[number % SIZE].wait_full(number / SIZE % 2);
+    return is_there[number % SIZE];
+  }
+  // Until the reader releases it.
+  __device__ __forceinline__ const volatile Work& operator[](uint32_t number) const { return works[number % SIZE]; }
+  __device__ __forceinline__ void release(uint32_t number, bool is_speaker) {
+    handover[number % SIZE].release(is_speaker);
+  }
+};
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // Reads lse or delta of the columns of scores^T that a thread holds, in accumulators [BEGIN, END).
@@ -42,8 +68,8 @@ __device__ __forceinline__ void read_statistic(float2 (&statistic)[ROW_TILES], c
 }
 
 // The order of additions to dq, where their sum has to be the same bits on every run: the key tiles take turns at
-// each tile of dq. Blocks start in the order of their index and a tile waits only for tiles before it, so the first
-// of those that wait is always running.
+// each tile of dq. Pieces of work are taken in the order of their numbers and a tile waits only for tiles before it, so
+// the first of those that wait is always running.
 //
 // With a diagonal the last key tile comes first: it begins where the one before it comes TILE_N / TILE_M steps later,
 // so that they meet no tile of dq at the same time. In the other order each would first wait for all before it.
@@ -66,44 +92,73 @@ __device__ __forceinline__ void refill(SwizzledTile<LayoutQ>& tile, float (&smem
   ptx::bulk_load(smem_address(smem_statistic), statistic, sizeof(smem_statistic), smem_address(&handover.full));
 }
 
-// What one thread of the first warpgroup does: loads the keys, then the query rows of each step.
+// What one thread of the first warpgroup does: takes pieces of work, in the order of their numbers. Each when all loads
+// of the last one have begun: whoever takes one sooner has it wait while others have nothing to do, which cost up to
+// 20 %.
+template <class Work>
+__device__ __forceinline__ void take_pieces(const BackwardArguments& arguments, WorkRing<Work>& ring) {
+  RingPlace<WorkRing<Work>::SIZE> place;
+  for (uint32_t piece = 0, is_there = true; is_there; ++piece, place.advance()) {
+    ring.handover[place.stage].wait_empty(place.phase);
+    if (piece > 0) ring.loaded.wait_full((piece - 1) % 2);
+    // Whoever has taken a piece before this one has it under way.
+    const uint32_t index = atomicAdd(arguments.params.next_piece, 1u);
+    is_there = index < arguments.pieces;
+    ring.is_there[place.stage] = is_there;
+    if (is_there) ring.works[place.stage] = Work(arguments.params, index);
+    ring.handover[place.stage].publish();
+  }
+}
+
+// What one thread of the first warpgroup does: loads the keys of each piece of work, and the query rows of each step.
 template <class LayoutQ, class LayoutKV, bool IN_ORDER, class SharedStorage>
 __device__ __forceinline__ void load_steps(const BackwardArguments& arguments, SharedStorage& shared) {
   const BwdParams& params = arguments.params;
   const AttnProblem& p = params.problem;
   constexpr int TILE_M = LayoutQ::ROWS, TILE_N = LayoutKV::ROWS;
   const Mask mask(p);
-  const auto work = shared.work;  // a copy: shared memory is slow to answer while products read it
-  BackwardStep step = first_step(work);
-  if (step.head >= work.end_head) return;
-  const int first_key = work.n_tile * TILE_N;
-  shared.keys.expect(2 * LayoutKV::BYTES);
-  load_tile(shared.k, shared.keys, arguments.k, first_key, work.kv_head, work.batch);
-  load_tile(shared.v, shared.keys, arguments.v, first_key, work.kv_head, work.batch);
-
   RingPlace<SharedStorage::Q_STAGES> q_place;
   RingPlace<SharedStorage::DOUT_STAGES> dout_place;
+  uint32_t number = 0, keys_phase = 0;
 #pragma unroll 1  // few registers
-  for (uint32_t number = 0; step.head < work.end_head; ++number, step = step_after<false>(step, work)) {
-    const int first_row = step.m_tile * TILE_M;
-    const int64_t statistics =
-        (static_cast<int64_t>(work.batch) * p.num_heads + step.head) * padded_rows(p.seqlen_q) + first_row;
-    StepNote& note = shared.notes[number % NOTES];
-    note.dq = statistics * HEAD_DIM;
-    note.first_row = first_row;
-    note.is_masked = !mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N);
-    if constexpr (IN_ORDER) {
-      note.counter = statistics / TILE_M * BACKWARD_WARPGROUPS;
-      note.turn = dq_turn<TILE_M, TILE_N>(mask, work.n_tile, first_row);
+  for (uint32_t piece = 0; shared.ring.wait(piece); ++piece) {
+    // A copy: shared memory is slow to answer while products read it.
+    const auto work = shared.ring.works[piece % shared.ring.SIZE];
+    shared.ring.release(piece, true);
+    const int first_key = work.n_tile * TILE_N;
+    bool has_keys = false;
+#pragma unroll 1  // few registers
+    for (BackwardStep step = first_step(work); step.head < work.end_head;
+         ++number, step = step_after<false>(step, work)) {
+      const int first_row = step.m_tile * TILE_M;
+      const int64_t statistics =
+          (static_cast<int64_t>(work.batch) * p.num_heads + step.head) * padded_rows(p.seqlen_q) + first_row;
+      StepNote& note = shared.notes[number % NOTES];
+      note.dq = statistics * HEAD_DIM;
+      note.first_row = first_row;
+      note.is_masked = !mask.all_visible(first_row, min(first_row + TILE_M, p.seqlen_q), first_key, first_key + TILE_N);
+      if constexpr (IN_ORDER) {
+        note.counter = statistics / TILE_M * BACKWARD_WARPGROUPS;
+        note.turn = dq_turn<TILE_M, TILE_N>(mask, work.n_tile, first_row);
+      }
+      // Who sees q sees the note.
+      refill(shared.q[q_place.stage], shared.lse_log2[q_place.stage], shared.q_handover[q_place.stage], q_place.phase,
+             arguments.q, params.lse_log2 + statistics, first_row, step.head, work.batch);
+      if (!has_keys) {
+        has_keys = true;
+        shared.keys.wait_empty(keys_phase);
+        keys_phase ^= 1;
+        shared.keys.expect(2 * LayoutKV::BYTES);
+        load_tile(shared.k, shared.keys, arguments.k, first_key, work.kv_head, work.batch);
+        load_tile(shared.v, shared.keys, arguments.v, first_key, work.kv_head, work.batch);
+      }
+      const int to = dout_place.stage;
+      refill(shared.dout[to], shared.delta[to], shared.dout_handover[to], dout_place.phase, arguments.dout,
+             params.delta + statistics, first_row, step.head, work.batch);
+      q_place.advance();
+      dout_place.advance();
     }
-    // Who sees q sees the note.
-    refill(shared.q[q_place.stage], shared.lse_log2[q_place.stage], shared.q_handover[q_place.stage], q_place.phase,
-           arguments.q, params.lse_log2 + statistics, first_row, step.head, work.batch);
-    const int to = dout_place.stage;
-    refill(shared.dout[to], shared.delta[to], shared.dout_handover[to], dout_place.phase, arguments.dout,
-           params.delta + statistics, first_row, step.head, work.batch);
-    q_place.advance();
-    dout_place.advance();
+    shared.ring.loaded.publish();
   }
 }
 
@@ -125,36 +180,40 @@ __device__ __forceinline__ void stage_dq(const float (&staged)[4][SIZE], Handove
   for (int j = 0; j < N_TILES; ++j) ptx::store_v4(to + j * AccLayout::PIECE * sizeof(float), acc_dq[0][j]);
 }
 
-// What a warp does for warpgroup `warpgroup`, which computes: adds its part of dq, of 64 rows and `cols` columns from
-// (row, col) on. `staged` is where the four warps store it; a lane adds for each.
+// What one thread does for warpgroup `warpgroup`, which computes: adds its part of dq, of 64 rows and `cols` columns
+// from (row, col) on. `staged` is where the four warps store it.
 template <bool IN_ORDER, class SharedStorage, int SIZE>
 __device__ __forceinline__ void add_dq(const BwdParams& params, SharedStorage& shared, const float (&staged)[4][SIZE],
                                        int warpgroup, int row, int col, int cols) {
-  const int lane = threadIdx.x % 32;
-  const uint32_t steps = ptx::uniform(step_count(shared.work));
   Handover& handover = shared.dq_handover[warpgroup];
+  const auto note = [&](uint32_t number) -> const StepNote& { return shared.notes[number % NOTES]; };
+  const auto counter = [&](uint32_t number) { return params.dq_turn + note(number).counter + warpgroup; };
+  uint32_t number = 0, end = 0;  // of the steps, and of those of the piece of work
+  bool has_turn = false;
 #pragma unroll 1  // few registers
-  for (uint32_t number = 0; number < steps; ++number) {
+  for (uint32_t piece = 0;; ++number) {
+    // The next piece that has steps.
+    for (; number == end; shared.ring.release(piece++, true)) {
+      if (!shared.ring.wait(piece)) return;
+      end += step_count(shared.ring[piece]);
+    }
     handover.wait_full(number % 2);
-    const StepNote& note = shared.notes[number % NOTES];
-    int32_t* const counter = IN_ORDER ? params.dq_turn + note.counter + warpgroup : nullptr;
-    if (IN_ORDER) {
-      if (lane == 0) wait_for_turn(counter, note.turn);
-      __syncwarp();  // no lane adds before
-    }
-    if (lane < 4) {
-      float* const to = params.dq_acc + note.dq + AccLayout::piece(row + 16 * lane, col, HEAD_DIM);
-      ptx::bulk_add(to, smem_address(&staged[lane]), 16 * cols * sizeof(float));
-      ptx::bulk_wait_read();
-    }
-    __syncwarp();  // all four parts have been read
-    handover.release(lane == 0);
+    if (IN_ORDER && !has_turn) wait_for_turn(counter(number), note(number).turn);
+    float* const to = params.dq_acc + note(number).dq;
+    for (int warp = 0; warp < 4; ++warp)
+      ptx::bulk_add(to + AccLayout::piece(row + 16 * warp, col, HEAD_DIM), smem_address(&staged[warp]),
+                    16 * cols * sizeof(float));
+    ptx::bulk_wait_read();
+    handover.release(true);
     if (IN_ORDER) {
       // Additions of the copy engine are complete in L2 when they have been waited for: ordinary release and acquire
       // suffice.
-      if (lane < 4) ptx::bulk_wait();
-      __syncwarp();  // all four have
-      if (lane == 0) ptx::store_release(counter, note.turn + 1);
+      ptx::bulk_wait();
+      ptx::store_release(counter(number), note(number).turn + 1);
+      // The next step's turn before its dq is there: memory is slow to answer. Its note is there, since dq is handed
+      // on in the step after it or later.
+      has_turn = number + 1 < end;
+      if (has_turn) wait_for_turn(counter(number + 1), note(number + 1).turn);
     }
   }
 }
@@ -184,15 +243,17 @@ __device__ __forceinline__ void store_dk_dv(const BwdParams& params, const volat
                       p.head_dim - col, lane);
 }
 
-// The roles of a block: of the first warpgroup a thread of warp 0 loads, and one of the next warps each does
-// `help(warpgroup)` for a warpgroup that does `compute(warpgroup)`. `init` is for the barriers of that.
-template <class LayoutQ, class LayoutKV, bool IN_ORDER, class SharedStorage, class Init, class Help, class Compute>
+// The roles of a block: of the first warpgroup a thread of warp 0 loads, HELPERS of the next warps each do
+// `help(warpgroup)` for a warpgroup that does `compute(warpgroup)`, and a thread of the last takes the pieces of work.
+// `init` is for the barriers of that.
+template <class LayoutQ, class LayoutKV, bool IN_ORDER, int HELPERS, class SharedStorage, class Init, class Help,
+          class Compute>
 __device__ __forceinline__ void run_roles(const BackwardArguments& arguments, SharedStorage& shared, const Init& init,
                                           const Help& help, const Compute& compute) {
   if (threadIdx.x == 0) {
-    shared.work = decltype(shared.work)(arguments.params);
     // Tiles are handed back by each warp, and dscores handed on too, of which each warp writes a part.
     constexpr int WARPS = BACKWARD_WARPGROUPS * 4;
+    shared.ring.init(WARPS + HELPERS + 1);
     shared.keys.init(WARPS);
     for (Handover& handover : shared.q_handover) handover.init(WARPS);
     for (Handover& handover : shared.dout_handover) handover.init(WARPS);
@@ -200,7 +261,7 @@ __device__ __forceinline__ void run_roles(const BackwardArguments& arguments, Sh
     init();
     ptx::mbarrier_init_fence();
   }
-  __syncthreads();  // the work and the barriers are there for all
+  __syncthreads();  // the barriers are there for all
 
   const int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
   if (warpgroup == 0) {
@@ -208,8 +269,10 @@ __device__ __forceinline__ void run_roles(const BackwardArguments& arguments, Sh
     const int warp = ptx::uniform(threadIdx.x / 32);
     if (warp == 0) {
       if (threadIdx.x == 0) load_steps<LayoutQ, LayoutKV, IN_ORDER>(arguments, shared);
-    } else if (warp <= BACKWARD_WARPGROUPS) {
+    } else if (warp <= HELPERS) {
       help(warp - 1);
+    } else if (threadIdx.x == WARPGROUP_THREADS - 1) {
+      take_pieces(arguments, shared.ring);
     }
   } else {
     ptx::acquire_registers<240>();
@@ -219,14 +282,15 @@ __device__ __forceinline__ void run_roles(const BackwardArguments& arguments, Sh
 
 #endif
 
-// Encodes the tensor maps, and launches a block for each piece of work.
+// Encodes the tensor maps, and launches a block for each multiprocessor.
 template <class LayoutQ, class LayoutKV>
 inline cudaError_t launch_backward(void (*kernel)(BackwardArguments), const BwdParams& params, int shared_bytes,
                                    cudaStream_t stream) {
-  const int64_t blocks = backward_blocks<LayoutKV::ROWS>(params);
-  if (blocks == 0) return cudaSuccess;
+  const int64_t pieces = backward_blocks<LayoutKV::ROWS>(params);
+  if (pieces == 0) return cudaSuccess;
+  if (pieces > INT32_MAX) return cudaErrorInvalidConfiguration;
   const AttnProblem& p = params.problem;
-  BackwardArguments arguments = {params, {}, {}, {}, {}};
+  BackwardArguments arguments = {params, {}, {}, {}, {}, static_cast<uint32_t>(pieces)};
   const int kv_heads = p.num_heads / p.group_size;
   // A map needs an address, also of no rows.
   const void* q = p.seqlen_q > 0 ? p.q : p.k;
@@ -243,7 +307,11 @@ inline cudaError_t launch_backward(void (*kernel)(BackwardArguments), const BwdP
   status = encode_tensor_map<LayoutKV>(&arguments.v, p.element, p.v, p.v_strides, p.batch, p.seqlen_k, kv_heads,
                                        p.head_dim);
   if (status != cudaSuccess) return status;
-  return launch(kernel, blocks, BACKWARD_THREADS, shared_bytes, arguments, stream);
+  int64_t multiprocessors;
+  status = count_multiprocessors(&multiprocessors);
+  if (status != cudaSuccess) return status;
+  return launch(kernel, multiprocessors < pieces ? multiprocessors : pieces, BACKWARD_THREADS, shared_bytes, arguments,
+                stream);
 }
 
 // The instance of a kernel template for the element type, and for additions to dq in order or in any.

@@ -1,8 +1,8 @@
 // The work of backward.cu for large heads, whose dk and dv of 64 keys do not fit one warpgroup's registers.
 //
-// grid       one block for each (batch, kv head), part of the head's group, and tile of TILE_N keys
-// block      two warpgroups that compute, and one of which a warp loads (one thread of it) and two add dq, or, at 256
-//            where dq is added in turn, wait for turns, each for one that computes
+// grid       as there
+// block      two warpgroups that compute, and one of which a thread loads, one takes the pieces of work, and two add dq,
+//            each for one that computes; at 256, where dq is added in turn, two warps wait for turns
 // shared     k and v tile; q and dout tiles of two steps, with lse and delta; probs and dscores of two steps; at 192 dq
 //            on its way: 226 KiB
 // registers  given 24 + 2 x 240
@@ -59,7 +59,7 @@ struct SharedStorage {
   Handover dscores_handover[2];  // and of probs
   alignas(128) float dq[WARPGROUPS][4][STAGE_DQ ? 16 * COLS : 4];  // of each warp, on its way
   Handover dq_handover[WARPGROUPS];  // where red adds, of the turn to add
-  Work work;
+  WorkRing<Work> ring;
 };
 static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
 
@@ -123,22 +123,28 @@ __device__ __forceinline__ void add_tiles(float* piece, const float (&acc)[1][CO
 // What a warp does for warpgroup `warpgroup`, where turns are taken: waits for each, and passes it on.
 __device__ __forceinline__ void take_turns(const BwdParams& params, SharedStorage& shared, int warpgroup) {
   const bool is_speaker = threadIdx.x % 32 == 0;
-  const uint32_t steps = ptx::uniform(step_count(shared.work));
   Handover& turn = shared.dq_handover[warpgroup];
+  uint32_t number = 0;
 #pragma unroll 1  // few registers
-  for (uint32_t number = 0; number < steps; ++number) {
-    // The note is there. Not missed: before this turn nobody finishes with q.
-    shared.q_handover[number % 2].wait_full(number / 2 % 2);
-    __syncwarp();  // all lanes have seen that phase end, before the next one can
-    const StepNote& note = shared.notes[number % NOTES];
-    int32_t* const counter = params.dq_turn + note.counter + warpgroup;
-    if (is_speaker) {
-      wait_for_turn(counter, note.turn);
-      turn.publish();
+  for (uint32_t piece = 0; ptx::uniform(shared.ring.wait(piece)); ++piece) {
+    const uint32_t end = number + ptx::uniform(step_count(shared.ring[piece]));
+    __syncwarp();  // all lanes have read it
+    shared.ring.release(piece, is_speaker);
+#pragma unroll 1  // few registers
+    for (; number < end; ++number) {
+      // The note is there. Not missed: before this turn nobody finishes with q.
+      shared.q_handover[number % 2].wait_full(number / 2 % 2);
+      __syncwarp();  // all lanes have seen that phase end, before the next one can
+      const StepNote& note = shared.notes[number % NOTES];
+      int32_t* const counter = params.dq_turn + note.counter + warpgroup;
+      if (is_speaker) {
+        wait_for_turn(counter, note.turn);
+        turn.publish();
+      }
+      __syncwarp();
+      turn.wait_empty((number + 1) % 2);  // all have added
+      if (is_speaker) ptx::store_release(counter, note.turn + 1);
     }
-    __syncwarp();
-    turn.wait_empty((number + 1) % 2);  // all have added
-    if (is_speaker) ptx::store_release(counter, note.turn + 1);
   }
 }
 
@@ -147,154 +153,163 @@ template <class Element, bool IN_ORDER>
 __device__ __forceinline__ void compute(const BackwardArguments& arguments, SharedStorage& shared, int warpgroup) {
   const BwdParams& params = arguments.params;
   const AttnProblem& p = params.problem;
-  const volatile Work& work = shared.work;  // read at each use: registers are short
   const Mask mask(p);
   // Of the keys of the tile, and of the rows of dq.
   const auto warp_row = [] { return ptx::thread_index() / 32 % 4 * 16; };
   const auto lane_index = [] { return ptx::thread_index() % 32; };
 
-  float acc_dk[1][COL_TILES][4], acc_dv[1][COL_TILES][4];
-  clear(acc_dk);
-  clear(acc_dv);
-  ptx::hold(acc_dk);
-  ptx::hold(acc_dv);
+  uint32_t number = 0;  // of the step; two of each tile are there, and are used in turn
+  uint32_t keys_phase = 0;
+  const auto stage = [](uint32_t number) { return number % 2; };
+  const auto phase = [](uint32_t number) { return number / 2 % 2; };
 
-  if (work.first_head < work.end_head) {
-    uint32_t number = 0;  // of the step; two of each tile are there, and are used in turn
-    const uint32_t steps = ptx::uniform(step_count(work));
-    const auto stage = [](uint32_t number) { return number % 2; };
-    const auto phase = [](uint32_t number) { return number / 2 % 2; };
+#pragma unroll 1  // few registers
+  for (uint32_t piece = 0; ptx::uniform(shared.ring.wait(piece)); ++piece) {
+    const volatile Work& work = shared.ring[piece];  // read at each use: registers are short
+    float acc_dk[1][COL_TILES][4], acc_dv[1][COL_TILES][4];
+    clear(acc_dk);
+    clear(acc_dv);
+    ptx::hold(acc_dk);
+    ptx::hold(acc_dv);
 
-    shared.keys.wait_full(0);
+    const uint32_t end = number + ptx::uniform(step_count(work));
+    if (number < end) {
+      shared.keys.wait_full(keys_phase);
+      keys_phase ^= 1;
 
-    Handover& dq_handover = shared.dq_handover[warpgroup];
-    // Runs `between` as soon as half of the registers of acc_dq are free for it.
-    const auto add_dq_of = [&](int64_t dq, float(&acc_dq)[1][COL_TILES][4], const auto& between) {
-      ptx::hold(acc_dq);
-      if (IN_ORDER) dq_handover.wait_full(number % 2);
-      float* const piece = params.dq_acc + dq + AccLayout::piece(warp_row(), warpgroup * COLS, HEAD_DIM);
-      add_tiles<0, COL_TILES / 2>(piece, acc_dq, lane_index());
-      between();
-      add_tiles<COL_TILES / 2, COL_TILES>(piece, acc_dq, lane_index());
-      if (IN_ORDER) {
-        __syncwarp();  // all lanes have added; the turn is passed on after all four warps
-        dq_handover.release(lane_index() == 0);
-      }
-    };
-    const auto hand_on = [&](Handover& first, Handover* second) {
-      ptx::proxy_fence();
-      __syncwarp();  // all lanes' part is there
-      if (lane_index() != 0) return;
-      first.publish();
-      if (second != nullptr) second->publish();
-    };
-    // Writes this warp's part of probs or dscores, for the products of both warpgroups.
-    const auto store = [&](SwizzledTile<LayoutS>& tile, const uint32_t(&packed)[ROW_BLOCKS][4]) {
-      const int lane = lane_index();
-      const uint32_t row = smem_address(&tile) + (warp_row() + lane % 16) * LayoutS::ROW_BYTES;
-#pragma unroll
-      for (int block = 0; block < ROW_BLOCKS; ++block)
-        ptx::stmatrix_x4(row + LayoutS::permuted(lane, warpgroup * (ROWS / 8) + 2 * block + lane / 16) * 16,
-                         packed[block]);
-    };
-
-    // Begins scores and dprobs of step `number`, whose rows are there. `zero` is 0, not known to the compiler for the
-    // first step: it would keep the descriptors of both places that call this, and has no registers for them.
-    const auto begin_both = [&](uint32_t number, float(&scores)[1][ROW_TILES][4], float(&dprobs)[1][ROW_TILES][4],
-                                int offset) {
-      const int now = stage(number);
-      ptx::wgmma_fence();
-      begin_scores<Element>(scores, shared.k, shared.q[now], warpgroup * ROWS, offset);
-      begin_scores<Element>(dprobs, shared.v, shared.dout[now], warpgroup * ROWS, offset);
-    };
-    // Makes probs and dscores of them. Of two stages of both one is written while the other warpgroup may still read
-    // the other; that it has finished with the one before that, it says with those of the last step.
-    // `dq` is handed on with them: what the last step has stored, or null.
-    const auto share = [&](uint32_t number, Handover* dq, float(&scores)[1][ROW_TILES][4],
-                           float(&dprobs)[1][ROW_TILES][4]) {
-      ptx::hold(scores);
-      ptx::hold(dprobs);
-      const StepNote& note = shared.notes[number % NOTES];
-      if (note.is_masked)
-        mask_scores_transposed(scores, mask, note.first_row + warpgroup * ROWS, work.n_tile * TILE_N + warp_row(),
-                               lane_index());
-      const float softmax_scale_log2 = p.softmax_scale * LOG2_E;
-      float2 lse[ROW_TILES], delta[ROW_TILES];
-      read_statistic<0, ROW_TILES>(lse, shared.lse_log2[stage(number)] + warpgroup * ROWS, lane_index());
-      read_statistic<0, ROW_TILES>(delta, shared.delta[stage(number)] + warpgroup * ROWS, lane_index());
-      uint32_t probs[ROW_BLOCKS][4], dscores[ROW_BLOCKS][4];
-#pragma unroll
-      for (int j = 0; j < ROW_TILES; ++j)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          uint32_t& packed = probs[j / 2][j % 2 * 2 + half];
-          packed = pack<Element>(ptx::exp2(scores[0][j][2 * half] * softmax_scale_log2 - lse[j].x),
-                                 ptx::exp2(scores[0][j][2 * half + 1] * softmax_scale_log2 - lse[j].y));
-          const float2 prob = unpack<Element>(packed);
-          dscores[j / 2][j % 2 * 2 + half] = pack<Element>(prob.x * (dprobs[0][j][2 * half] - delta[j].x),
-                                                           prob.y * (dprobs[0][j][2 * half + 1] - delta[j].y));
-        }
-      store(shared.probs[stage(number)], probs);
-      store(shared.dscores[stage(number)], dscores);
-      hand_on(shared.dscores_handover[stage(number)], dq);
-    };
-
-    {
-      float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4];
-      shared.q_handover[0].wait_full(0);
-      shared.dout_handover[0].wait_full(0);
-      begin_both(0, scores, dprobs, ptx::recomputed(0));
-      ptx::wgmma_wait<0>();
-      share(0, nullptr, scores, dprobs);
-    }
-    // The rest of a step, and the beginning of the next.
-    const auto run_step = [&] {
-      const uint32_t now = stage(number);
-      float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][COL_TILES][4];
-
-      shared.dscores_handover[now].wait_full(phase(number));
-      ptx::hold(acc_dv);
-      ptx::hold(acc_dk);
-      ptx::wgmma_fence();
-      begin_dq<Element>(acc_dq, shared.dscores[now], shared.k, warpgroup);
-      begin_sum<Element>(acc_dv, shared.probs[now], shared.dout[now], warpgroup);
-      begin_sum<Element>(acc_dk, shared.dscores[now], shared.q[now], warpgroup);
-      const int64_t dq = shared.notes[number % NOTES].dq;
-      ptx::wgmma_wait<2>();  // dq
-      const bool is_last = number + 1 == steps;
-      const auto begin_next = [&] {
-        // After the last step of what lies there, and used nowhere.
-        if (!is_last) {
-          shared.q_handover[now ^ 1].wait_full(phase(number + 1));
-          shared.dout_handover[now ^ 1].wait_full(phase(number + 1));
-        }
-        begin_both(number + 1, scores, dprobs, 0);
-      };
-      if constexpr (STAGE_DQ) {
-        begin_next();
-        // For the copy engine to add, once this is handed on.
+      Handover& dq_handover = shared.dq_handover[warpgroup];
+      // Runs `between` as soon as half of the registers of acc_dq are free for it.
+      const auto add_dq_of = [&](int64_t dq, float(&acc_dq)[1][COL_TILES][4], const auto& between) {
         ptx::hold(acc_dq);
-        stage_dq(shared.dq[warpgroup], dq_handover, number % 2, acc_dq);
-      } else {
-        add_dq_of(dq, acc_dq, begin_next);
+        if (IN_ORDER) dq_handover.wait_full(number % 2);
+        float* const piece = params.dq_acc + dq + AccLayout::piece(warp_row(), warpgroup * COLS, HEAD_DIM);
+        add_tiles<0, COL_TILES / 2>(piece, acc_dq, lane_index());
+        between();
+        add_tiles<COL_TILES / 2, COL_TILES>(piece, acc_dq, lane_index());
+        if (IN_ORDER) {
+          __syncwarp();  // all lanes have added; the turn is passed on after all four warps
+          dq_handover.release(lane_index() == 0);
+        }
+      };
+      const auto hand_on = [&](Handover& first, Handover* second) {
+        ptx::proxy_fence();
+        __syncwarp();  // all lanes' part is there
+        if (lane_index() != 0) return;
+        first.publish();
+        if (second != nullptr) second->publish();
+      };
+      // Writes this warp's part of probs or dscores, for the products of both warpgroups.
+      const auto store = [&](SwizzledTile<LayoutS>& tile, const uint32_t(&packed)[ROW_BLOCKS][4]) {
+        const int lane = lane_index();
+        const uint32_t row = smem_address(&tile) + (warp_row() + lane % 16) * LayoutS::ROW_BYTES;
+#pragma unroll
+        for (int block = 0; block < ROW_BLOCKS; ++block)
+          ptx::stmatrix_x4(row + LayoutS::permuted(lane, warpgroup * (ROWS / 8) + 2 * block + lane / 16) * 16,
+                           packed[block]);
+      };
+
+      // Begins scores and dprobs of step `number`, whose rows are there. `zero` is 0, not known to the compiler for the
+      // first step: it would keep the descriptors of both places that call this, and has no registers for them.
+      const auto begin_both = [&](uint32_t number, float(&scores)[1][ROW_TILES][4], float(&dprobs)[1][ROW_TILES][4],
+                                  int offset) {
+        const int now = stage(number);
+        ptx::wgmma_fence();
+        begin_scores<Element>(scores, shared.k, shared.q[now], warpgroup * ROWS, offset);
+        begin_scores<Element>(dprobs, shared.v, shared.dout[now], warpgroup * ROWS, offset);
+      };
+      // Makes probs and dscores of them. Of two stages of both one is written while the other warpgroup may still read
+      // the other; that it has finished with the one before that, it says with those of the last step.
+      // `dq` is handed on with them: what the last step has stored, or null.
+      const auto share = [&](uint32_t number, Handover* dq, float(&scores)[1][ROW_TILES][4],
+                             float(&dprobs)[1][ROW_TILES][4]) {
+        ptx::hold(scores);
+        ptx::hold(dprobs);
+        const StepNote& note = shared.notes[number % NOTES];
+        if (note.is_masked)
+          mask_scores_transposed(scores, mask, note.first_row + warpgroup * ROWS, work.n_tile * TILE_N + warp_row(),
+                                 lane_index());
+        const float softmax_scale_log2 = p.softmax_scale * LOG2_E;
+        float2 lse[ROW_TILES], delta[ROW_TILES];
+        read_statistic<0, ROW_TILES>(lse, shared.lse_log2[stage(number)] + warpgroup * ROWS, lane_index());
+        read_statistic<0, ROW_TILES>(delta, shared.delta[stage(number)] + warpgroup * ROWS, lane_index());
+        uint32_t probs[ROW_BLOCKS][4], dscores[ROW_BLOCKS][4];
+#pragma unroll
+        for (int j = 0; j < ROW_TILES; ++j)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            uint32_t& packed = probs[j / 2][j % 2 * 2 + half];
+            packed = pack<Element>(ptx::exp2(scores[0][j][2 * half] * softmax_scale_log2 - lse[j].x),
+                                   ptx::exp2(scores[0][j][2 * half + 1] * softmax_scale_log2 - lse[j].y));
+            const float2 prob = unpack<Element>(packed);
+            dscores[j / 2][j % 2 * 2 + half] = pack<Element>(prob.x * (dprobs[0][j][2 * half] - delta[j].x),
+                                                             prob.y * (dprobs[0][j][2 * half + 1] - delta[j].y));
+          }
+        store(shared.probs[stage(number)], probs);
+        store(shared.dscores[stage(number)], dscores);
+        hand_on(shared.dscores_handover[stage(number)], dq);
+      };
+
+      {
+        float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4];
+        shared.q_handover[stage(number)].wait_full(phase(number));
+        shared.dout_handover[stage(number)].wait_full(phase(number));
+        begin_both(number, scores, dprobs, ptx::recomputed(0));
+        ptx::wgmma_wait<0>();
+        share(number, nullptr, scores, dprobs);
       }
-      ptx::wgmma_wait<2>();  // dv, dk
-      ptx::hold(acc_dv);
-      ptx::hold(acc_dk);
-      // Of q and dout, which products read; lse and delta have been read before these products.
-      shared.q_handover[now].release(lane_index() == 0);
-      shared.dout_handover[now].release(lane_index() == 0);
-      ptx::wgmma_wait<0>();
-      ++number;
-      if (!is_last) share(number, STAGE_DQ ? &dq_handover : nullptr, scores, dprobs);
-    };
+      // The rest of a step, and the beginning of the next.
+      const auto run_step = [&] {
+        const uint32_t now = stage(number);
+        float scores[1][ROW_TILES][4], dprobs[1][ROW_TILES][4], acc_dq[1][COL_TILES][4];
 
-    do run_step();
-    while (number < steps);
-    if (STAGE_DQ) hand_on(dq_handover, nullptr);
+        shared.dscores_handover[now].wait_full(phase(number));
+        ptx::hold(acc_dv);
+        ptx::hold(acc_dk);
+        ptx::wgmma_fence();
+        begin_dq<Element>(acc_dq, shared.dscores[now], shared.k, warpgroup);
+        begin_sum<Element>(acc_dv, shared.probs[now], shared.dout[now], warpgroup);
+        begin_sum<Element>(acc_dk, shared.dscores[now], shared.q[now], warpgroup);
+        const int64_t dq = shared.notes[number % NOTES].dq;
+        ptx::wgmma_wait<2>();  // dq
+        const bool is_last = number + 1 == end;
+        const auto begin_next = [&] {
+          // After the last step of that one once more, and used nowhere.
+          if (!is_last) {
+            shared.q_handover[now ^ 1].wait_full(phase(number + 1));
+            shared.dout_handover[now ^ 1].wait_full(phase(number + 1));
+          }
+          begin_both(is_last ? number : number + 1, scores, dprobs, 0);
+        };
+        if constexpr (STAGE_DQ) {
+          begin_next();
+          // For the copy engine to add, once this is handed on.
+          ptx::hold(acc_dq);
+          stage_dq(shared.dq[warpgroup], dq_handover, number % 2, acc_dq);
+        } else {
+          add_dq_of(dq, acc_dq, begin_next);
+        }
+        ptx::wgmma_wait<2>();  // dv, dk
+        if (is_last) ptx::wgmma_wait<0>();  // all that read q and dout
+        ptx::hold(acc_dv);
+        ptx::hold(acc_dk);
+        // Of q and dout, which products read; lse and delta have been read before these products.
+        shared.q_handover[now].release(lane_index() == 0);
+        shared.dout_handover[now].release(lane_index() == 0);
+        ptx::wgmma_wait<0>();
+        ++number;
+        if (!is_last) share(number, STAGE_DQ ? &dq_handover : nullptr, scores, dprobs);
+      };
+
+      do run_step();
+      while (number < end);
+      shared.keys.release(lane_index() == 0);  // all products with them have ended
+      if (STAGE_DQ) hand_on(dq_handover, nullptr);
+    }
+
+    store_dk_dv<Element>(params, work, warp_row(), warpgroup * COLS, acc_dk, acc_dv, lane_index());
+    __syncwarp();  // all lanes have read the work
+    shared.ring.release(piece, lane_index() == 0);
   }
-
-  store_dk_dv<Element>(params, work, warp_row(), warpgroup * COLS, acc_dk, acc_dv, lane_index());
 }
 
 #endif
@@ -308,16 +323,18 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
   extern __shared__ __align__(1024) char smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
 
-  run_roles<LayoutQ, LayoutKV, IN_ORDER>(
+  run_roles<LayoutQ, LayoutKV, IN_ORDER, STAGE_DQ || IN_ORDER ? WARPGROUPS : 0>(
       arguments, shared,
       [&] {
         for (Handover& handover : shared.dq_handover) STAGE_DQ ? handover.init(1, 4) : handover.init(4);
       },
       [&](int warpgroup) {
-        if (STAGE_DQ)
-          add_dq<IN_ORDER>(arguments.params, shared, shared.dq[warpgroup], warpgroup, 0, warpgroup * COLS, COLS);
-        else if (IN_ORDER)
+        if (STAGE_DQ) {
+          if (threadIdx.x % 32 == 0)
+            add_dq<IN_ORDER>(arguments.params, shared, shared.dq[warpgroup], warpgroup, 0, warpgroup * COLS, COLS);
+        } else if (IN_ORDER) {
           take_turns(arguments.params, shared, warpgroup);
+        }
       },
       [&](int warpgroup) { compute<Element, IN_ORDER>(arguments, shared, warpgroup); });
 #else

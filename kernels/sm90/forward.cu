@@ -378,11 +378,9 @@ int64_t blocks(const FwdParams& params, int64_t pieces, cudaError_t* status) {
   const AttnProblem& p = params.problem;
   const bool one_size = p.window_left == MAX_WINDOW && p.window_right == MAX_WINDOW;
   if (!one_size && params.next_piece == nullptr) return pieces;
-  int device, multiprocessors;
-  *status = cudaGetDevice(&device);
-  if (*status != cudaSuccess) return 0;
-  *status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  return *status == cudaSuccess && multiprocessors < pieces ? multiprocessors : pieces;
+  int64_t multiprocessors;
+  *status = count_multiprocessors(&multiprocessors);
+  return multiprocessors < pieces ? multiprocessors : pieces;
 }
 
 cudaError_t launch_kernel(const FwdParams* params, cudaStream_t stream) {

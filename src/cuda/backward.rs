@@ -21,6 +21,12 @@ use crate::params::AttnParams;
 /// Measured on an H200 (causal, 2 x 8192, head_dim 128, 32/8 heads): 287 TFLOP/s with 1, 317 with 2, 320
 /// with 4, 317 with 8, 313 with all 16.
 const PIECES_TOGETHER: usize = 4;
+/// With Hopper's kernels, in order and with a diagonal. Measured on an H200 (deterministic, causal, TFLOP/s with 1, 2, 4):
+/// head_dim 128, 32/8 heads, 1 x 32768: 544, 529, 424; 2 x 8192: 486, 484, 457; 16/16, 1 x 16384: 526, 535, 501; 4 x 4096:
+/// 453, 477, 474; head_dim 64: 427, 428, 437.
+const PIECES_TOGETHER_IN_ORDER: usize = 2;
+/// The same without a diagonal, where a key tile begins when all before it have added to the first rows.
+const PIECES_TOGETHER_IN_ORDER_FULL: usize = 16;
 
 /// Rounds of blocks over the whole GPU from which sharing out a group's heads gains nothing: with a diagonal
 /// the blocks differ in length and need more of them to even out. Measured on an H200 (causal, with the sums of
@@ -75,7 +81,7 @@ fn backward_typed<E: Element>(
     };
     let group_parts = group_parts(params, &gpu, &chosen);
     let pieces = params.batch * params.num_kv_heads * group_parts;
-    let problem = problem::<E>(params, PIECES_TOGETHER.min(pieces))?;
+    let problem = problem::<E>(params, pieces_together(params, chosen.sm90).min(pieces))?;
 
     let padded = |rows: usize| rows.next_multiple_of(ROW_PADDING);
     let q_rows = params.batch * params.num_heads * params.seqlen_q;
@@ -98,7 +104,9 @@ fn backward_typed<E: Element>(
             alloc::<f32>(device, 2 * dkv_acc_len)?,
         )
     };
-    let mut dq_acc: CudaSlice<f32> = device.alloc_zeros((stat_rows * chosen.head_dim).max(1))?;
+    // And the counter of pieces of work, which is zeroed with it: four bytes of zero as well.
+    let dq_acc_len = stat_rows * chosen.head_dim;
+    let mut dq_acc: CudaSlice<f32> = device.alloc_zeros(dq_acc_len + 1)?;
     let mut dq_turns: Option<CudaSlice<i32>> = match params.deterministic {
         true => Some(device.alloc_zeros((stat_rows / ROWS_PER_TURN).max(1))?),
         false => None,
@@ -162,6 +170,10 @@ fn backward_typed<E: Element>(
             dk_acc: or_null(group_parts > 1, dk_acc),
             dv_acc: or_null(group_parts > 1, dk_acc.wrapping_add(dkv_acc_len)),
             dq_turn,
+            next_piece: match chosen.sm90 {
+                true => (dq_acc_address as *mut u32).wrapping_add(dq_acc_len),
+                false => std::ptr::null_mut(),
+            },
             group_parts: group_parts as i32,
         };
         let convert =
@@ -225,6 +237,15 @@ fn backward_typed<E: Element>(
         super::tensor(dk, device, tensors[1].shape()),
         super::tensor(dv, device, tensors[2].shape()),
     ])
+}
+
+/// How many pieces are worked on side by side.
+fn pieces_together(params: &AttnParams, sm90: bool) -> usize {
+    match (sm90 && params.deterministic, params.mask.window_right()) {
+        (false, _) => PIECES_TOGETHER,
+        (true, Some(_)) => PIECES_TOGETHER_IN_ORDER,
+        (true, None) => PIECES_TOGETHER_IN_ORDER_FULL,
+    }
 }
 
 /// How many blocks share the query heads of a group: one, unless there are too few blocks to fill the GPU, or those that

@@ -317,6 +317,7 @@ mod tests {
             offset_of!(FwdParams, next_piece),
             size_of::<BwdParams>(),
             offset_of!(BwdParams, lse),
+            offset_of!(BwdParams, next_piece),
             offset_of!(BwdParams, group_parts),
             size_of::<ffi::ConvertParams>(),
             offset_of!(ffi::ConvertParams, parts),
@@ -327,8 +328,8 @@ mod tests {
             ffi::MAX_WINDOW as usize,
             ffi::ROWS_PER_TURN,
         ];
-        let mut theirs = [0; 20];
-        // SAFETY: it writes exactly as many numbers as kernels/common/layout.cu lists, 20.
+        let mut theirs = [0; 21];
+        // SAFETY: it writes exactly as many numbers as kernels/common/layout.cu lists, 21.
         unsafe { ffi::flash_layout(theirs.as_mut_ptr()) };
         assert_eq!(ours, theirs);
     }
