@@ -43,8 +43,8 @@ struct FwdParams {
   AttnProblem problem;
   void* out;   // (batch, seqlen_q, num_heads, head_dim), contiguous
   float* lse;  // (batch, num_heads, seqlen_q)
-  // One number, zero: blocks take their next piece of work from it, each when it begins to load the one before. Null:
-  // each knows its own from the start; so always on sm_80.
+  // One number, zero: blocks take their pieces of work but the first from it. Null: each knows its own from the start;
+  // so always on sm_80.
   uint32_t* next_piece;
 };
 

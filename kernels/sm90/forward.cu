@@ -53,6 +53,9 @@ constexpr int OUT_TILES = HEAD_DIM / 8;   // of out
 // Whether a diagonal hides whole key tiles from some of a block's warpgroups. Where it does not, what leaves them out
 // costs 2 to 3 %, by other registers in the main loop.
 constexpr bool MAY_LEAVE_OUT = TILE_M > TILE_N;
+// Whether a block takes its next piece of work not before the last loads of this one: until then others may have
+// nothing to do. At head_dim 192 the assembler spills for it.
+constexpr bool TAKE_LATE = HEAD_DIM != 192;
 static_assert(TILE_N % 16 == 0 && HEAD_DIM % 32 == 0 && TILE_M <= 256 && TILE_N <= 256);
 
 using LayoutQ = PanelLayout<TILE_M, HEAD_DIM>;
@@ -117,9 +120,15 @@ __device__ __forceinline__ void load_all(const Arguments& arguments, SharedStora
     }
     piece_phase ^= 1;
     if (piece >= arguments.pieces) break;
-    if (threadIdx.x == 0) next = piece_after(piece, arguments.params.next_piece);  // on its way while tiles are loaded
+    const auto take_next = [&] {
+      if (threadIdx.x == 0) next = piece_after(piece, arguments.params.next_piece);
+    };
+    if (!TAKE_LATE) take_next();
     const Work work(arguments.params.problem, piece);
-    if (work.n_tiles.begin >= work.n_tiles.end) continue;
+    if (work.n_tiles.begin >= work.n_tiles.end) {
+      if (TAKE_LATE) take_next();
+      continue;
+    }
     const auto load_k = [&](int n_tile, Place to) {
       refill(shared.k[to.stage], shared.k_handover[to.stage], to.phase, arguments.k, n_tile * TILE_N, work.kv_head,
              work.batch);
@@ -140,6 +149,7 @@ __device__ __forceinline__ void load_all(const Arguments& arguments, SharedStora
       load_k(n_tile - 1, place);
       load_v(n_tile, v_place);
     }
+    if (TAKE_LATE) take_next();  // on its way while the last tile is waited for
     load_v(n_tile, place);
     place.advance();
   }
