@@ -7,6 +7,7 @@ use half::{bf16, f16};
 use super::problem::Problem;
 use super::run::Passes;
 use super::tensors::host;
+use super::watch;
 
 /// Fails unless every number is within `limit` of the truth.
 ///
@@ -108,6 +109,7 @@ fn unequal_by<T: WithDType, B: PartialEq>(
 ) -> Result<Vec<usize>> {
     let a = ours.flatten_all()?.to_vec1::<T>()?;
     let b = theirs.flatten_all()?.to_vec1::<T>()?;
+    watch::sign_of_life();
     Ok((0..a.len()).filter(|&i| bits(a[i]) != bits(b[i])).collect())
 }
 

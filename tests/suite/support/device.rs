@@ -4,6 +4,8 @@ use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_flash_gqa::is_supported;
 
+use super::watch;
+
 /// The float types of candle that the op may have kernels for.
 pub const FLOATS: [DType; 4] = [DType::F16, DType::BF16, DType::F32, DType::F64];
 
@@ -19,54 +21,9 @@ pub fn devices() -> Vec<Device> {
 #[cfg(feature = "cuda")]
 pub fn gpu() -> Option<Device> {
     static GPU: std::sync::OnceLock<Device> = std::sync::OnceLock::new();
-    let open = || {
-        let device = Device::new_cuda(0).expect("tests with the feature `cuda` need a GPU");
-        watch(&device);
-        device
-    };
+    let open = || Device::new_cuda(0).expect("tests with the feature `cuda` need a GPU");
+    watch::begin();
     Some(GPU.get_or_init(open).clone())
-}
-
-/// Ends the process when the GPU does not: a kernel that hangs is a failure that no test may wait for.
-#[cfg(feature = "cuda")]
-fn watch(device: &Device) {
-    use std::io::Write;
-    use std::sync::{Arc, Mutex};
-    use std::time::{Duration, Instant};
-
-    use candle_core::cuda_backend::cudarc::driver::result::ctx;
-
-    const LONGEST: Duration = Duration::from_secs(90);
-    const PAUSE: Duration = Duration::from_secs(2);
-
-    let stream = device.as_cuda_device().unwrap().cuda_stream();
-    let context = Arc::clone(stream.context());
-    let waits_since = Arc::new(Mutex::new(Instant::now()));
-    let since = Arc::clone(&waits_since);
-    std::thread::spawn(move || {
-        // SAFETY: the context lives as long as this thread holds it.
-        unsafe { ctx::set_current(context.cu_ctx()) }.unwrap();
-        loop {
-            *waits_since.lock().unwrap() = Instant::now();
-            // With all streams. Past cudarc, which would hand an error of another thread to this one; and an error that
-            // the device reports, the test that caused it sees too.
-            let _ = ctx::synchronize();
-            std::thread::sleep(PAUSE);
-        }
-    });
-    std::thread::spawn(move || {
-        loop {
-            std::thread::sleep(PAUSE);
-            if since.lock().unwrap().elapsed() > LONGEST {
-                // Not eprintln!, which a test captures.
-                let _ = writeln!(
-                    std::io::stderr(),
-                    "the GPU has not finished what it was given {LONGEST:?} ago; --test-threads 1 tells which test"
-                );
-                std::process::abort();
-            }
-        }
-    });
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -86,6 +43,7 @@ pub fn check_still_works(device: &Device) -> Result<()> {
     device.synchronize()?;
     let two = (Tensor::ones((), DType::F32, device)? + 1.)?;
     ensure!(two.to_scalar::<f32>()? == 2.);
+    watch::sign_of_life();
     Ok(())
 }
 

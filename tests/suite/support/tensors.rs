@@ -7,6 +7,7 @@ use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
 
 use super::problem::Problem;
+use super::watch;
 
 /// What one forward and backward read.
 #[derive(Debug, Clone)]
@@ -121,7 +122,9 @@ pub fn padded_rows<const N: usize>(
 /// The values of a tensor in row-major order.
 pub fn host(tensor: &Tensor) -> Result<Vec<f64>> {
     let tensor = tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?;
-    Ok(tensor.flatten_all()?.to_vec1()?)
+    let values = tensor.flatten_all()?.to_vec1()?;
+    watch::sign_of_life();
+    Ok(values)
 }
 
 /// `tensor` with the positions in `range` of dimension `dim` set to `value`.
