@@ -36,8 +36,8 @@ const ROUNDS: usize = 3;
 const ROUNDS_WITH_DIAGONAL: usize = 7;
 /// Visible keys from which on Hopper's kernels, in order and with a diagonal, give each head of a group to blocks of its
 /// own, and half as many heads with half as many keys. A block that begins with the next head waits for those that have
-/// not; the sums of dk and dv take less of the time the more keys there are. Measured on an H200 (deterministic, causal,
-/// head_dim 128 but for the 4096 keys, 64; TFLOP/s by parts): 2048 keys, 32/8 heads 368 in 1, 373 in 2, 341 in 4; 4096,
+/// not; the sums of dk and dv take less of the time the more keys there are. Measured on an H200, when each block had one
+/// piece of work (deterministic, causal, head_dim 128 but for the 4096 keys, 64; TFLOP/s by parts): 2048 keys, 32/8 heads 368 in 1, 373 in 2, 341 in 4; 4096,
 /// 32/8 388, 390, 369; 8192, 32/8 389, 453, 468; 8192, 64/8 352, 382, 469 and 479 in 8; 8192, 32/1 343 in 4, 393 in 8,
 /// 468 in 16 and in 32; 32768, 32/8 358, 373, 419. The last doublings would gain 2 to 3 % at 8192 keys, for twice the
 /// memory.

@@ -47,10 +47,18 @@ pub fn check_still_works(device: &Device) -> Result<()> {
     Ok(())
 }
 
+/// Runs a test body. Nothing is under way when it ends, and with it the thread and its stream: a driver was seen to be
+/// stuck there for ever, if not known to be for this reason (benches/record/2026-11-30-hopper.md).
+fn run(test: impl Fn(&Device) -> Result<()>, device: &Device) -> Result<()> {
+    let result = test(device);
+    device.synchronize()?;
+    result
+}
+
 /// Runs a test body on each device.
 pub fn for_each_device(test: impl Fn(&Device) -> Result<()>) -> Result<()> {
     for device in devices() {
-        test(&device).with_context(|| format!("on {:?}", device.location()))?;
+        run(&test, &device).with_context(|| format!("on {:?}", device.location()))?;
     }
     Ok(())
 }
@@ -58,10 +66,10 @@ pub fn for_each_device(test: impl Fn(&Device) -> Result<()>) -> Result<()> {
 /// Runs a test body on the CPU, and on the GPU through devices of its own, which share no cuBLAS with other tests:
 /// one with a stream for each thread, one with a single stream.
 pub fn for_each_stream(test: impl Fn(&Device) -> Result<()>) -> Result<()> {
-    test(&Device::Cpu).context("on the CPU")?;
+    run(&test, &Device::Cpu).context("on the CPU")?;
     if gpu().is_some() {
-        test(&Device::new_cuda(0)?).context("on a stream for each thread")?;
-        test(&Device::new_cuda_with_stream(0)?).context("on a single stream")?;
+        run(&test, &Device::new_cuda(0)?).context("on a stream for each thread")?;
+        run(&test, &Device::new_cuda_with_stream(0)?).context("on a single stream")?;
     }
     Ok(())
 }
@@ -69,7 +77,7 @@ pub fn for_each_stream(test: impl Fn(&Device) -> Result<()>) -> Result<()> {
 /// Runs a test body on the GPU alone: for sizes that nothing else has room or time for.
 pub fn on_the_gpu(test: impl Fn(&Device) -> Result<()>) -> Result<()> {
     match gpu() {
-        Some(device) => test(&device),
+        Some(device) => run(test, &device),
         None => {
             println!("skipped: needs a GPU");
             Ok(())

@@ -1,7 +1,6 @@
 //! Ends the process when a test waits for the GPU for ever: a kernel that hangs is a failure that no test may wait for.
 //!
-//! It asks the driver nothing. `cuCtxSynchronize` on a thread of its own deadlocks in it with a thread that ends while it
-//! has a stream of its own, as each test's does (driver 580.159.04, with other processes on the GPU).
+//! It asks the driver nothing: `cuCtxSynchronize` on a thread of its own waits for locks that others need to end.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
