@@ -30,7 +30,7 @@ inline cudaError_t count_multiprocessors(int64_t* count) {
   return status;
 }
 
-// Launches a block for each of `blocks` pieces of work. Returns the status of the first call that failed.
+// Launches `blocks` blocks. Returns the status of the first call that failed.
 template <class Params>
 inline cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads, int shared_bytes,
                           const Params& params, cudaStream_t stream) {

@@ -64,9 +64,9 @@ struct BwdParams {
   float* dk_acc;     // (group_parts, batch, num_kv_heads) accumulators of padded seqlen_k rows; null: one part
   float* dv_acc;     // the same
   int32_t* dq_turn;  // (batch, num_heads, padded rows / ROWS_PER_TURN), zero; null: dq in any order
-  // One number, zero: blocks take their pieces of work from it. Null: each has one; so always on sm_80.
+  // One number, zero: blocks take their pieces of work from it. Null on sm_80 alone, where each has one.
   uint32_t* next_piece;
-  int32_t group_parts;  // the heads of a group are shared out to this many blocks
+  int32_t group_parts;  // the heads of a group are shared out to this many pieces of work
 };
 
 // One step of the backward: accumulators to the output type.

@@ -101,7 +101,7 @@ __device__ __forceinline__ void take_pieces(const BackwardArguments& arguments, 
   for (uint32_t piece = 0, is_there = true; is_there; ++piece, place.advance()) {
     ring.handover[place.stage].wait_empty(place.phase);
     if (piece > 0) ring.loaded.wait_full((piece - 1) % 2);
-    // Whoever has taken a piece before this one has it under way.
+    // Whoever has taken a piece before this one has it under way, or next.
     const uint32_t index = atomicAdd(arguments.params.next_piece, 1u);
     is_there = index < arguments.pieces;
     ring.is_there[place.stage] = is_there;
@@ -289,6 +289,7 @@ inline cudaError_t launch_backward(void (*kernel)(BackwardArguments), const BwdP
   const int64_t pieces = backward_blocks<LayoutKV::ROWS>(params);
   if (pieces == 0) return cudaSuccess;
   if (pieces > INT32_MAX) return cudaErrorInvalidConfiguration;
+  if (params.next_piece == nullptr) return cudaErrorInvalidValue;
   const AttnProblem& p = params.problem;
   BackwardArguments arguments = {params, {}, {}, {}, {}, static_cast<uint32_t>(pieces)};
   const int kv_heads = p.num_heads / p.group_size;

@@ -2,7 +2,7 @@
 //!
 //! The workspace: dq in f32 with rows padded to the kernel's head_dim and a multiple of [`ROW_PADDING`]
 //! rows, lse and delta of the padded rows, and, where the heads of a group are shared out, dk and dv in f32
-//! for each part.
+//! for each part; a counter of pieces of work, and of turns for each 32 rows where additions are in order.
 
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::WrapErr;
@@ -248,7 +248,7 @@ fn pieces_together(params: &AttnParams, sm90: bool) -> usize {
     }
 }
 
-/// How many blocks share the query heads of a group: one, unless there are too few blocks to fill the GPU, or those that
+/// How many pieces of work share the query heads of a group: one, unless there are too few to fill the GPU, or those that
 /// there are would wait for each other. Sharing costs a sum of dk and dv in f32 for each part, in memory and time.
 fn group_parts(params: &AttnParams, gpu: &Gpu, chosen: &Chosen<BwdParams>) -> usize {
     let blocks = params.batch

@@ -82,7 +82,7 @@ pub(super) struct BwdParams {
     pub(super) dv_acc: *mut f32,
     /// Null: dq in any order.
     pub(super) dq_turn: *mut i32,
-    /// Null: a block for each piece of work.
+    /// Null on sm_80 alone.
     pub(super) next_piece: *mut u32,
     pub(super) group_parts: i32,
 }

@@ -80,7 +80,8 @@ fn forward_typed<E: Element>(
             alloc::<f32>(device, rows)?,
         )
     };
-    // Where pieces of work differ in size, and some have to wait, a block takes its next one as it begins the last.
+    // Where pieces of work differ in size, and some have to wait, a block takes its next one with the last loads of this
+    // one.
     let pieces = pairs * params.seqlen_q.div_ceil(chosen.kernel.tile_m as usize);
     let is_full = params.mask.window_left().is_none() && params.mask.window_right().is_none();
     let mut next_piece: Option<CudaSlice<u32>> =
