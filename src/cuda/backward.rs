@@ -283,10 +283,9 @@ mod tests {
     use super::*;
     use crate::mask::Mask;
 
-    /// On an H200, with its own kernels or without.
-    fn parts(shape: [usize; 5], deterministic: bool, causal: bool, sm90: bool) -> usize {
+    fn problem(shape: [usize; 5], deterministic: bool, causal: bool) -> AttnParams {
         let [batch, seqlen, num_heads, num_kv_heads, head_dim] = shape;
-        let params = AttnParams {
+        AttnParams {
             batch,
             seqlen_q: seqlen,
             seqlen_k: seqlen,
@@ -298,7 +297,12 @@ mod tests {
             alibi_slopes: None,
             deterministic,
             mask: Mask::new(seqlen, seqlen, causal, None, None),
-        };
+        }
+    }
+
+    /// On an H200, with its own kernels or without.
+    fn parts(shape: [usize; 5], deterministic: bool, causal: bool, sm90: bool) -> usize {
+        let params = problem(shape, deterministic, causal);
         let gpu = Gpu {
             compute_capability: (9, 0),
             multiprocessors: 132,
@@ -327,6 +331,22 @@ mod tests {
                 assert_eq!(parts(shape, true, causal, sm90), any_order, "{shape:?}");
             }
         }
+    }
+
+    #[test]
+    fn heads_are_side_by_side_as_measured() {
+        let together = |deterministic, causal, sm90| {
+            pieces_together(
+                &problem([4, 4096, 16, 16, 128], deterministic, causal),
+                sm90,
+            )
+        };
+        for causal in [false, true] {
+            assert_eq!(together(false, causal, true), PIECES_TOGETHER);
+            assert_eq!(together(true, causal, false), PIECES_TOGETHER);
+        }
+        assert_eq!(together(true, true, true), PIECES_TOGETHER_IN_ORDER);
+        assert_eq!(together(true, false, true), PIECES_TOGETHER_IN_ORDER_FULL);
     }
 
     #[test]

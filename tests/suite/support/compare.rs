@@ -4,10 +4,10 @@ use anyhow::{Result, bail, ensure};
 use candle_core::{DType, Tensor, WithDType};
 use half::{bf16, f16};
 
+use super::device::watch;
 use super::problem::Problem;
 use super::run::Passes;
 use super::tensors::host;
-use super::watch;
 
 /// Fails unless every number is within `limit` of the truth.
 ///

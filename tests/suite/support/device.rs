@@ -4,7 +4,9 @@ use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_flash_gqa::is_supported;
 
-use super::watch;
+// Here, for the tests that have nothing else of this folder.
+#[path = "watch.rs"]
+pub mod watch;
 
 /// The float types of candle that the op may have kernels for.
 pub const FLOATS: [DType; 4] = [DType::F16, DType::BF16, DType::F32, DType::F64];

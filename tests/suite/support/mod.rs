@@ -10,7 +10,7 @@
 //! * [`verify`]: the error rule, against the plain computation in the same dtype;
 //! * [`grid`]: cases that cover every pair of values, and a handful;
 //! * [`child`]: tests in a process of their own;
-//! * [`watch`]: an end for tests that wait for the GPU for ever.
+//! * [`device::watch`]: an end for tests that wait for the GPU for ever.
 
 pub mod child;
 pub mod compare;
@@ -22,4 +22,3 @@ pub mod problem;
 pub mod run;
 pub mod tensors;
 pub mod verify;
-pub mod watch;

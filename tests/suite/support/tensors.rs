@@ -6,8 +6,8 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
 
+use super::device::watch;
 use super::problem::Problem;
-use super::watch;
 
 /// What one forward and backward read.
 #[derive(Debug, Clone)]
