@@ -20,13 +20,14 @@ struct Kernel {
   int32_t tile_n;
 };
 
-// Of the current device.
-inline cudaError_t count_multiprocessors(int64_t* count) {
+// The blocks that take `pieces` of work one after the other: one for each multiprocessor of the current device, if there
+// are enough.
+inline cudaError_t blocks_for(int64_t pieces, int64_t* blocks) {
   int device, multiprocessors = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status == cudaSuccess)
     status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  *count = multiprocessors;
+  *blocks = multiprocessors < pieces ? multiprocessors : pieces;
   return status;
 }
 

@@ -4,6 +4,8 @@
 //
 // Rows x cols numbers are cut into pieces of 16 x 8, row-major; a piece is the accumulator of one warp.
 #pragma once
+#include <cstdint>
+
 #include "../ptx/reduce.cuh"
 
 struct AccLayout {
@@ -32,6 +34,21 @@ __device__ __forceinline__ void load_piece(float (&x)[4], const float* piece, in
 #pragma unroll
   for (int r = 0; r < 4; ++r) x[r] = at[r * AccLayout::NUMBER_STRIDE];
 #endif
+}
+
+// Turns four numbers of each of four lanes, a matrix of 4 x 4 in rows, into the rows of its transpose.
+__device__ __forceinline__ void transpose_in_quad(uint32_t (&x)[4], int lane) {
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2) {
+    const bool upper = lane & step;
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      const int low = step == 1 ? 2 * pair : pair, high = low + step;
+      const uint32_t received = __shfl_xor_sync(~0u, upper ? x[low] : x[high], step);
+      x[low] = upper ? received : x[low];
+      x[high] = upper ? x[high] : received;
+    }
+  }
 }
 
 // Adds the accumulators of a warp to the pieces from `piece` on, of a sum with COLS columns.

@@ -58,9 +58,9 @@ __device__ __forceinline__ BackwardStep step_after(BackwardStep step, const Work
   return {head, left == 1 ? work.m_tiles.begin : step.m_tile + 1};
 }
 
-// The pieces of work of a backward kernel.
+// How many there are.
 template <int TILE_N>
-inline int64_t backward_blocks(const BwdParams& params) {
+inline int64_t backward_pieces(const BwdParams& params) {
   const AttnProblem& p = params.problem;
   const int64_t n_tiles = (p.seqlen_k + TILE_N - 1) / TILE_N;
   return n_tiles * p.batch * (p.num_heads / p.group_size) * params.group_parts;

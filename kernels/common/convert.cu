@@ -16,20 +16,6 @@ constexpr int ROWS = 16, PIECES = 4, COLS = 8 * PIECES;  // of a warp
 __host__ __device__ unsigned row_tiles(const ConvertParams& p) { return (p.seqlen + ROWS - 1) / ROWS; }
 __host__ __device__ unsigned col_tiles(const ConvertParams& p) { return (p.head_dim + COLS - 1) / COLS; }
 
-// Word j of lane i of four becomes word i of lane j.
-__device__ __forceinline__ void transpose(uint32_t (&words)[PIECES], int lane) {
-#pragma unroll
-  for (int bit = 1; bit < PIECES; bit *= 2) {
-    const bool is_second = lane & bit;
-#pragma unroll
-    for (int j = 0; j < PIECES; ++j) {
-      if (j & bit) continue;
-      const uint32_t received = __shfl_xor_sync(~0u, is_second ? words[j] : words[j | bit], bit);
-      (is_second ? words[j] : words[j | bit]) = received;
-    }
-  }
-}
-
 template <class Element>
 __global__ void __launch_bounds__(THREADS) convert_kernel(const __grid_constant__ ConvertParams p) {
   // 32 bits: there is no memory for so many tiles.
@@ -60,7 +46,7 @@ __global__ void __launch_bounds__(THREADS) convert_kernel(const __grid_constant_
 #pragma unroll
     for (int j = 0; j < PIECES; ++j)
       words[j] = pack<Element>(sum[j][2 * half] * p.scale, sum[j][2 * half + 1] * p.scale);
-    transpose(words, lane);
+    transpose_in_quad(words, lane);
     const int row = first_row + 8 * half + lane / 4;
     if (row >= p.seqlen || col >= p.head_dim) continue;
     uint16_t* out = static_cast<uint16_t*>(p.out) + contiguous_offset(batch_head / p.num_heads, p.seqlen, p.num_heads,

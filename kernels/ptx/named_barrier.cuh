@@ -5,13 +5,8 @@
 
 namespace ptx {
 
-// Arrives, and waits until `threads` have.
-__device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-// The same; whether `x` is true in any of the threads, which all wait. The vote tells the compiler that all lanes get
-// the same.
+// Arrives, and waits until `threads` have; whether `x` is true in any of them. The vote tells the compiler that all lanes
+// get the same.
 __device__ __forceinline__ bool named_barrier_any(int barrier, int threads, bool x) {
   uint32_t any;
   asm volatile(

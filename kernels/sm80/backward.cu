@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(THREADS, Tile::BLOCKS_PER_SM)
 // ---- launcher ---------------------------------------------------------------------------------------
 
 cudaError_t launch_kernel(const BwdParams* params, cudaStream_t stream) {
-  return launch(KERNEL_FOR(backward_kernel, params->problem), backward_blocks<TILE_N>(*params), THREADS,
+  return launch(KERNEL_FOR(backward_kernel, params->problem), backward_pieces<TILE_N>(*params), THREADS,
                 sizeof(SharedStorage), *params, stream);
 }
 

@@ -226,7 +226,7 @@ cudaError_t launch_kernel(const BwdParams* params, cudaStream_t stream) {
   if (score_mode(params->problem) != ScoreMode::PLAIN) return cudaErrorInvalidValue;
   const auto kernel =
       params->problem.element == ELEMENT_F16 ? backward_keys_kernel<F16> : backward_keys_kernel<Bf16>;
-  return launch(kernel, backward_blocks<TILE_N>(*params), THREADS, sizeof(SharedStorage), *params, stream);
+  return launch(kernel, backward_pieces<TILE_N>(*params), THREADS, sizeof(SharedStorage), *params, stream);
 }
 
 }  // namespace

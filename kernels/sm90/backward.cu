@@ -7,7 +7,7 @@
 // block      two warpgroups that compute, of 64 keys each, and one of which a thread loads, two add dq, each for one
 //            that computes, and one takes the pieces of work
 // shared     k and v tile; q tiles of three steps, with lse; dout tiles, with delta, and dscores of two; dq on its way:
-//            210 KiB
+//            211 (head_dim 64), 210 KiB (96, 128)
 // registers  given 24 + 2 x 240, none spilled
 //
 // A piece of work visits, for each query head of its part of the group in turn, the query tiles that see its keys. dk

@@ -2,7 +2,7 @@
 //
 // grid       as there
 // block      two warpgroups that compute, and one of which a thread loads, one takes the pieces of work, and two add dq,
-//            each for one that computes; at 256, where dq is added in turn, two warps wait for turns
+//            each for one that computes; where dq is added in turn, one waits for turns and one passes them on
 // shared     k and v tile; q and dout tiles of two steps, with lse and delta; probs and dscores of two steps; at 192 dq
 //            on its way: 226 KiB
 // registers  given 24 + 2 x 240
@@ -45,8 +45,11 @@ using LayoutKV = PanelLayout<TILE_N, HEAD_DIM, PANEL_COLS>;
 using LayoutS = PanelLayout<TILE_N, TILE_M>;
 using Work = BackwardWork<TILE_M, TILE_N, true>;
 
-// Whether the copy engine adds dq, where shared memory has room for it; else red, from the accumulators.
-constexpr bool STAGE_DQ = HEAD_DIM == 192;
+// Whether the copy engine adds dq, where shared memory has room for it; else red, from the accumulators. In order always
+// red: a turn can be passed on only by who has waited for the copy engine, which is then late for the next addition.
+constexpr bool HAS_ROOM_FOR_DQ = HEAD_DIM == 192;
+template <bool IN_ORDER>
+constexpr bool STAGE_DQ = HAS_ROOM_FOR_DQ && !IN_ORDER;
 
 struct SharedStorage {
   static constexpr int Q_STAGES = 2, DOUT_STAGES = 2;
@@ -57,8 +60,11 @@ struct SharedStorage {
   Handover keys, q_handover[Q_STAGES], dout_handover[DOUT_STAGES];
   StepNote notes[NOTES];
   Handover dscores_handover[2];  // and of probs
-  alignas(128) float dq[WARPGROUPS][4][STAGE_DQ ? 16 * COLS : 4];  // of each warp, on its way
-  Handover dq_handover[WARPGROUPS];  // where red adds, of the turn to add
+  alignas(128) float dq[WARPGROUPS][4][HAS_ROOM_FOR_DQ ? 16 * COLS : 4];  // of each warp, on its way
+  Handover dq_handover[WARPGROUPS];
+  // In order, of two steps: `full` at the step's turn, `empty` when all warps are known to have added.
+  Handover turns[2];
+  uint64_t added[2];  // of the warps
   WorkRing<Work> ring;
 };
 static_assert(sizeof(SharedStorage) <= SHARED_KIB << 10);
@@ -120,32 +126,38 @@ __device__ __forceinline__ void add_tiles(float* piece, const float (&acc)[1][CO
     ptx::red_add_v4(piece + j * AccLayout::PIECE + lane * AccLayout::LANE_STRIDE, acc[0][j]);
 }
 
-// What a warp does for warpgroup `warpgroup`, where turns are taken: waits for each, and passes it on.
-__device__ __forceinline__ void take_turns(const BwdParams& params, SharedStorage& shared, int warpgroup) {
-  const bool is_speaker = threadIdx.x % 32 == 0;
-  Handover& turn = shared.dq_handover[warpgroup];
+// Runs `step`(number, note) for each step of all pieces of work. One thread.
+template <class Step>
+__device__ __forceinline__ void for_each_step(SharedStorage& shared, const Step& step) {
   uint32_t number = 0;
 #pragma unroll 1  // few registers
-  for (uint32_t piece = 0; ptx::uniform(shared.ring.wait(piece)); ++piece) {
-    const uint32_t end = number + ptx::uniform(step_count(shared.ring[piece]));
-    __syncwarp();  // all lanes have read it
-    shared.ring.release(piece, is_speaker);
+  for (uint32_t piece = 0; shared.ring.wait(piece); ++piece) {
+    const uint32_t end = number + step_count(shared.ring[piece]);
+    shared.ring.release(piece, true);
 #pragma unroll 1  // few registers
-    for (; number < end; ++number) {
-      // The note is there. Not missed: before this turn nobody finishes with q.
-      shared.q_handover[number % 2].wait_full(number / 2 % 2);
-      __syncwarp();  // all lanes have seen that phase end, before the next one can
-      const StepNote& note = shared.notes[number % NOTES];
-      int32_t* const counter = params.dq_turn + note.counter + warpgroup;
-      if (is_speaker) {
-        wait_for_turn(counter, note.turn);
-        turn.publish();
-      }
-      __syncwarp();
-      turn.wait_empty((number + 1) % 2);  // all have added
-      if (is_speaker) ptx::store_release(counter, note.turn + 1);
-    }
+    for (; number < end; ++number) step(number, shared.notes[number % NOTES]);
   }
+}
+
+// In order one thread waits for turns, and another passes them on. That takes as long as the additions do to be there,
+// half a step, in which the next turn is waited for and begun.
+__device__ __forceinline__ void await_turns(const BwdParams& params, SharedStorage& shared) {
+  for_each_step(shared, [&](uint32_t number, const StepNote& note) {
+    // The note is there. Not missed: before this turn nobody finishes with q.
+    shared.q_handover[number % 2].wait_full(number / 2 % 2);
+    shared.turns[number % 2].wait_empty(number / 2 % 2);
+    wait_for_turn(params.dq_turn + note.counter, note.turn);
+    shared.turns[number % 2].publish();
+  });
+}
+
+__device__ __forceinline__ void pass_turns(const BwdParams& params, SharedStorage& shared) {
+  for_each_step(shared, [&](uint32_t number, const StepNote& note) {
+    // Not missed: the turn after the next one begins when this one is known to be over.
+    ptx::mbarrier_wait(smem_address(&shared.added[number % 2]), number / 2 % 2);
+    shared.turns[number % 2].release(true);
+    ptx::store_release(params.dq_turn + note.counter, note.turn + 1);
+  });
 }
 
 // What computing warpgroup `warpgroup` does.
@@ -181,14 +193,14 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       // Runs `between` as soon as half of the registers of acc_dq are free for it.
       const auto add_dq_of = [&](int64_t dq, float(&acc_dq)[1][COL_TILES][4], const auto& between) {
         ptx::hold(acc_dq);
-        if (IN_ORDER) dq_handover.wait_full(number % 2);
+        if (IN_ORDER) shared.turns[stage(number)].wait_full(phase(number));
         float* const piece = params.dq_acc + dq + AccLayout::piece(warp_row(), warpgroup * COLS, HEAD_DIM);
         add_tiles<0, COL_TILES / 2>(piece, acc_dq, lane_index());
         between();
         add_tiles<COL_TILES / 2, COL_TILES>(piece, acc_dq, lane_index());
         if (IN_ORDER) {
-          __syncwarp();  // all lanes have added; the turn is passed on after all four warps
-          dq_handover.release(lane_index() == 0);
+          __syncwarp();  // all lanes have added
+          if (lane_index() == 0) ptx::mbarrier_arrive(smem_address(&shared.added[stage(number)]));
         }
       };
       const auto hand_on = [&](Handover& first, Handover* second) {
@@ -208,8 +220,8 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
                            packed[block]);
       };
 
-      // Begins scores and dprobs of step `number`, whose rows are there. `zero` is 0, not known to the compiler for the
-      // first step: it would keep the descriptors of both places that call this, and has no registers for them.
+      // Begins scores and dprobs of step `number`, whose rows are there. `offset` is 0, not known to the compiler for
+      // the first step: it would keep the descriptors of both places that call this, and has no registers for them.
       const auto begin_both = [&](uint32_t number, float(&scores)[1][ROW_TILES][4], float(&dprobs)[1][ROW_TILES][4],
                                   int offset) {
         const int now = stage(number);
@@ -280,7 +292,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
           }
           begin_both(is_last ? number : number + 1, scores, dprobs, 0);
         };
-        if constexpr (STAGE_DQ) {
+        if constexpr (STAGE_DQ<IN_ORDER>) {
           begin_next();
           // For the copy engine to add, once this is handed on.
           ptx::hold(acc_dq);
@@ -297,13 +309,13 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
         shared.dout_handover[now].release(lane_index() == 0);
         ptx::wgmma_wait<0>();
         ++number;
-        if (!is_last) share(number, STAGE_DQ ? &dq_handover : nullptr, scores, dprobs);
+        if (!is_last) share(number, STAGE_DQ<IN_ORDER> ? &dq_handover : nullptr, scores, dprobs);
       };
 
       do run_step();
       while (number < end);
       shared.keys.release(lane_index() == 0);  // all products with them have ended
-      if (STAGE_DQ) hand_on(dq_handover, nullptr);
+      if (STAGE_DQ<IN_ORDER>) hand_on(dq_handover, nullptr);
     }
 
     store_dk_dv<Element>(params, work, warp_row(), warpgroup * COLS, acc_dk, acc_dv, lane_index());
@@ -323,18 +335,21 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
   extern __shared__ __align__(1024) char smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(smem);
 
-  run_roles<LayoutQ, LayoutKV, IN_ORDER, STAGE_DQ || IN_ORDER ? WARPGROUPS : 0>(
+  run_roles<LayoutQ, LayoutKV, IN_ORDER, STAGE_DQ<IN_ORDER> || IN_ORDER ? 2 : 0>(
       arguments, shared,
       [&] {
-        for (Handover& handover : shared.dq_handover) STAGE_DQ ? handover.init(1, 4) : handover.init(4);
+        for (Handover& handover : shared.dq_handover) handover.init(1, 4);
+        for (Handover& turn : shared.turns) turn.init(1);
+        for (uint64_t& added : shared.added) ptx::mbarrier_init(smem_address(&added), 4 * WARPGROUPS);
       },
-      [&](int warpgroup) {
-        if (STAGE_DQ) {
-          if (threadIdx.x % 32 == 0)
-            add_dq<IN_ORDER>(arguments.params, shared, shared.dq[warpgroup], warpgroup, 0, warpgroup * COLS, COLS);
-        } else if (IN_ORDER) {
-          take_turns(arguments.params, shared, warpgroup);
-        }
+      [&](int helper) {
+        if (threadIdx.x % 32 != 0) return;
+        if constexpr (STAGE_DQ<IN_ORDER>)
+          add_dq<false>(arguments.params, shared, shared.dq[helper], helper, 0, helper * COLS, COLS);
+        else if (helper == 0)
+          await_turns(arguments.params, shared);
+        else
+          pass_turns(arguments.params, shared);
       },
       [&](int warpgroup) { compute<Element, IN_ORDER>(arguments, shared, warpgroup); });
 #else

@@ -4,7 +4,7 @@
 //            head) after the other: the next that nobody has, or, in full attention, where all are of one size, one of
 //            each round
 // block      a warpgroup that loads (one warp of it) and WARPGROUPS that compute, 64 rows each, from q to out
-// shared     q tile; STAGES k tiles and v tiles: 89 (head_dim 64), 161 (96, 128), 217 (192), 225 KiB (256)
+// shared     q tile; STAGES k tiles and v tiles: 121 (head_dim 64), 163 (96), 225 (128, 256), 217 KiB (192)
 // registers  given 32 + 3 x 160 (64, 96), 24 + 2 x 240 (others); used by those that compute 152 (64), 158 (96),
 //            214 (128), 222 (192), 236 (256); none spilled
 //
@@ -14,8 +14,9 @@
 // A step without a mask looks for no maxima: its exponentials are relative to those that the rows have. Only where one
 // becomes too large are the scores computed again, and the maxima moved; so k's stage is free after the softmax alone.
 // The maxima took 440 of the 2690 cycles of a step at head_dim 128, and with them it paid that warpgroups issued their
-// products in turn; without them
-// that costs 2 to 7 % there.
+// products in turn; without them that costs 2 to 7 % there. A third stage lets warpgroups be further apart, so that one
+// begins or ends a piece of work beside products of the others: 3 to 6 % at 1024 keys, 1 at 16384. A second q tile brings
+// no more than that, and costs registers.
 //
 // Cycles of a multiprocessor for a tile of rows x keys, from the sizes (MMA 4 M N d / 4096, MUFU M N / 16, shared
 // memory operand reads + fills at 128 bytes), and what was measured: H200, bf16, TFLOP/s full / causal at 16384 keys,
@@ -381,18 +382,6 @@ __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const __grid_consta
 
 // ---- launcher ---------------------------------------------------------------------------------------
 
-// One block for each multiprocessor: the next piece's tiles are on their way while the last one is written. But one
-// for each piece where they are of different sizes and there is no counter, so that the hardware gives the next one,
-// longest first, to whoever is done.
-int64_t blocks(const FwdParams& params, int64_t pieces, cudaError_t* status) {
-  const AttnProblem& p = params.problem;
-  const bool one_size = p.window_left == MAX_WINDOW && p.window_right == MAX_WINDOW;
-  if (!one_size && params.next_piece == nullptr) return pieces;
-  int64_t multiprocessors;
-  *status = count_multiprocessors(&multiprocessors);
-  return multiprocessors < pieces ? multiprocessors : pieces;
-}
-
 cudaError_t launch_kernel(const FwdParams* params, cudaStream_t stream) {
   const AttnProblem& p = params->problem;
   const int64_t pieces = static_cast<int64_t>((p.seqlen_q + TILE_M - 1) / TILE_M) * p.num_heads * p.batch;
@@ -412,9 +401,10 @@ cudaError_t launch_kernel(const FwdParams* params, cudaStream_t stream) {
   status = encode_tensor_map<LayoutKV>(&arguments.v, p.element, v, p.v_strides, p.batch, p.seqlen_k, kv_heads,
                                        p.head_dim);
   if (status != cudaSuccess) return status;
-  const int64_t grid = blocks(*params, pieces, &status);
+  int64_t blocks;
+  status = blocks_for(pieces, &blocks);
   if (status != cudaSuccess) return status;
-  return launch(KERNEL_FOR(forward_kernel, p), grid, THREADS, sizeof(SharedStorage), arguments, stream);
+  return launch(KERNEL_FOR(forward_kernel, p), blocks, THREADS, sizeof(SharedStorage), arguments, stream);
 }
 
 }  // namespace

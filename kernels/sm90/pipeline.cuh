@@ -15,7 +15,7 @@ struct Handover {
     ptx::mbarrier_init(smem_address(&full), writers);
     ptx::mbarrier_init(smem_address(&empty), readers);
   }
-  // `phase` is that of the RingPlace, the same on both sides.
+  // `phase` is 0 in the first round of the ring, 1 in the second, 0 in the third: the same on both sides.
   __device__ void wait_full(uint32_t phase) { ptx::mbarrier_wait(smem_address(&full), phase); }
   __device__ void wait_empty(uint32_t phase) { ptx::mbarrier_wait(smem_address(&empty), phase ^ 1); }
   __device__ void expect(uint32_t bytes) { ptx::mbarrier_arrive_expect(smem_address(&full), bytes); }

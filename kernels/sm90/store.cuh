@@ -1,21 +1,7 @@
 // Results from accumulators to device memory.
 #pragma once
+#include "../common/accumulator.cuh"
 #include "../common/element.cuh"
-
-// Turns four numbers of each of four lanes, a matrix of 4 x 4 in rows, into the rows of its transpose.
-__device__ __forceinline__ void transpose_in_quad(uint32_t (&x)[4], int lane) {
-#pragma unroll
-  for (int step = 1; step <= 2; step *= 2) {
-    const bool upper = lane & step;
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
-      const int low = step == 1 ? 2 * pair : pair, high = low + step;
-      const uint32_t received = __shfl_xor_sync(~0u, upper ? x[low] : x[high], step);
-      x[low] = upper ? received : x[low];
-      x[high] = upper ? x[high] : received;
-    }
-  }
-}
 
 // Writes the 16 rows of a warp, rounded, to the rows from `first_row` on of a head, as far as `end_row` and
 // `head_dim` go: of each row a lane writes 16 bytes of every 64.

@@ -15,15 +15,15 @@ template <int HEAD_DIM_>
 struct ForwardTile;
 template <>
 struct ForwardTile<64> {
-  static constexpr int TILE_N = 128, WARPGROUPS = 3, STAGES = 2, LOAD_REGISTERS = 32, REGISTERS = 160;
+  static constexpr int TILE_N = 128, WARPGROUPS = 3, STAGES = 3, LOAD_REGISTERS = 32, REGISTERS = 160;
 };
 template <>
 struct ForwardTile<96> {
-  static constexpr int TILE_N = 112, WARPGROUPS = 3, STAGES = 2, LOAD_REGISTERS = 32, REGISTERS = 160;
+  static constexpr int TILE_N = 112, WARPGROUPS = 3, STAGES = 3, LOAD_REGISTERS = 32, REGISTERS = 160;
 };
 template <>
 struct ForwardTile<128> {
-  static constexpr int TILE_N = 128, WARPGROUPS = 2, STAGES = 2, LOAD_REGISTERS = 24, REGISTERS = 240;
+  static constexpr int TILE_N = 128, WARPGROUPS = 2, STAGES = 3, LOAD_REGISTERS = 24, REGISTERS = 240;
 };
 template <>
 struct ForwardTile<192> {

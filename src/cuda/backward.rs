@@ -17,16 +17,18 @@ use super::{
 };
 use crate::params::AttnParams;
 
-/// (batch, kv head, part) pieces whose tiles are launched side by side, so that their q, dout and dq share L2.
-/// Measured on an H200 (causal, 2 x 8192, head_dim 128, 32/8 heads): 287 TFLOP/s with 1, 317 with 2, 320
-/// with 4, 317 with 8, 313 with all 16.
-const PIECES_TOGETHER: usize = 4;
-/// With Hopper's kernels, in order and with a diagonal. Measured on an H200 (deterministic, causal, TFLOP/s with 1, 2, 4):
-/// head_dim 128, 32/8 heads, 1 x 32768: 544, 529, 424; 2 x 8192: 486, 484, 457; 16/16, 1 x 16384: 526, 535, 501; 4 x 4096:
-/// 453, 477, 474; head_dim 64: 427, 428, 437.
-const PIECES_TOGETHER_IN_ORDER: usize = 2;
-/// The same without a diagonal, where a key tile begins when all before it have added to the first rows.
-const PIECES_TOGETHER_IN_ORDER_FULL: usize = 16;
+/// (batch, kv head, part) triples whose tiles are worked on side by side, so that their q, dout and dq share L2.
+/// Measured on an H200 with the sm_80 kernels (causal, 2 x 8192, head_dim 128, 32/8 heads): 287 TFLOP/s with 1, 317 with 2,
+/// 320 with 4, 317 with 8, 313 with all 16.
+const TOGETHER: usize = 4;
+/// In order, with Hopper's kernels: steps from where one key tile of a triple begins to where the next does, when all
+/// multiprocessors are busy. A tile waits for the one before it, and to pass a turn on takes about a step; triples that are
+/// far apart no longer share L2. With a diagonal a tile begins one step later of itself. Measured on an H200
+/// (deterministic, 16384 tokens, TFLOP/s with 1/2, 1, 2, 4 steps and a diagonal, with 2, 4, 8, 16 without): head_dim 256,
+/// 1024 rows 259, 257, 190, 155 and 339, 246, 183, 169; 4096 rows 353, 375, 303, 208 and 394, 392, 382, 225; head_dim 64,
+/// 1024 rows 270, 286, 285, 251 and 390, 388, 305, 299; the same to 3 % at 16384 rows but for 4 steps with a diagonal.
+const STEPS_APART: usize = 2;
+const STEPS_APART_WITH_DIAGONAL: usize = 1;
 
 /// Rounds of blocks over the whole GPU from which sharing out a group's heads gains nothing: with a diagonal
 /// the blocks differ in length and need more of them to even out. Measured on an H200 (causal, with the sums of
@@ -80,8 +82,9 @@ fn backward_typed<E: Element>(
         );
     };
     let group_parts = group_parts(params, &gpu, &chosen);
-    let pieces = params.batch * params.num_kv_heads * group_parts;
-    let problem = problem::<E>(params, pieces_together(params, chosen.sm90).min(pieces))?;
+    let triples = params.batch * params.num_kv_heads * group_parts;
+    let together = together(params, &gpu, &chosen, group_parts);
+    let problem = problem::<E>(params, together.min(triples))?;
 
     let padded = |rows: usize| rows.next_multiple_of(ROW_PADDING);
     let q_rows = params.batch * params.num_heads * params.seqlen_q;
@@ -239,13 +242,27 @@ fn backward_typed<E: Element>(
     ])
 }
 
-/// How many pieces are worked on side by side.
-fn pieces_together(params: &AttnParams, sm90: bool) -> usize {
-    match (sm90 && params.deterministic, params.mask.window_right()) {
-        (false, _) => PIECES_TOGETHER,
-        (true, Some(_)) => PIECES_TOGETHER_IN_ORDER,
-        (true, None) => PIECES_TOGETHER_IN_ORDER_FULL,
+/// How many triples are worked on side by side.
+fn together(
+    params: &AttnParams,
+    gpu: &Gpu,
+    chosen: &Chosen<BwdParams>,
+    group_parts: usize,
+) -> usize {
+    if !(chosen.sm90 && params.deterministic) {
+        return TOGETHER;
     }
+    let apart = match params.mask.window_right() {
+        Some(_) => STEPS_APART_WITH_DIAGONAL,
+        None => STEPS_APART,
+    };
+    // Of the tile in the middle, which has as many as all have on average.
+    let middle = params.seqlen_k / 2;
+    let end = params.seqlen_k.min(middle + chosen.kernel.tile_n as usize);
+    let rows = params.mask.rows_of_keys(middle..end).len();
+    let heads = params.group_size() / group_parts;
+    let steps = (heads * rows.div_ceil(chosen.kernel.tile_m as usize)).max(1);
+    ((apart * gpu.multiprocessors + steps / 2) / steps).max(1)
 }
 
 /// How many pieces of work share the query heads of a group: one, unless there are too few to fill the GPU, or those that
@@ -300,15 +317,19 @@ mod tests {
         }
     }
 
-    /// On an H200, with its own kernels or without.
-    fn parts(shape: [usize; 5], deterministic: bool, causal: bool, sm90: bool) -> usize {
-        let params = problem(shape, deterministic, causal);
-        let gpu = Gpu {
+    /// An H200, with its own kernels or without.
+    fn h200(sm90: bool) -> Gpu {
+        Gpu {
             compute_capability: (9, 0),
             multiprocessors: 132,
             shared_kib: 227,
             sm90,
-        };
+        }
+    }
+
+    fn parts(shape: [usize; 5], deterministic: bool, causal: bool, sm90: bool) -> usize {
+        let params = problem(shape, deterministic, causal);
+        let gpu = h200(sm90);
         group_parts(&params, &gpu, &dispatch::backward(&gpu, &params).unwrap())
     }
 
@@ -334,19 +355,33 @@ mod tests {
     }
 
     #[test]
-    fn heads_are_side_by_side_as_measured() {
-        let together = |deterministic, causal, sm90| {
-            pieces_together(
-                &problem([4, 4096, 16, 16, 128], deterministic, causal),
-                sm90,
-            )
+    fn triples_are_side_by_side_as_measured() {
+        let side_by_side = |shape, deterministic, causal, sm90| {
+            let params = problem(shape, deterministic, causal);
+            let gpu = h200(sm90);
+            let chosen = dispatch::backward(&gpu, &params).unwrap();
+            let parts = group_parts(&params, &gpu, &chosen);
+            together(&params, &gpu, &chosen, parts)
         };
-        for causal in [false, true] {
-            assert_eq!(together(false, causal, true), PIECES_TOGETHER);
-            assert_eq!(together(true, causal, false), PIECES_TOGETHER);
+        for (shape, full, causal) in [
+            ([16, 1024, 8, 8, 256], 17, 17),
+            ([4, 4096, 8, 8, 256], 4, 4),
+            ([1, 16384, 8, 8, 256], 1, 1),
+            ([16, 1024, 32, 32, 64], 33, 26),
+            ([4, 4096, 16, 16, 128], 4, 4),
+            // Two heads, one after the other, and eight.
+            ([2, 8192, 32, 8, 128], 1, 1),
+            ([2, 8192, 64, 8, 128], 1, 1),
+        ] {
+            assert_eq!(side_by_side(shape, true, false, true), full, "{shape:?}");
+            assert_eq!(side_by_side(shape, true, true, true), causal, "{shape:?}");
+            for [deterministic, sm90] in [[false, true], [true, false], [false, false]] {
+                for causal in [false, true] {
+                    let any_order = side_by_side(shape, deterministic, causal, sm90);
+                    assert_eq!(any_order, TOGETHER, "{shape:?}");
+                }
+            }
         }
-        assert_eq!(together(true, true, true), PIECES_TOGETHER_IN_ORDER);
-        assert_eq!(together(true, false, true), PIECES_TOGETHER_IN_ORDER_FULL);
     }
 
     #[test]

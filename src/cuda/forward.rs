@@ -14,7 +14,7 @@ use super::{
 };
 use crate::params::AttnParams;
 
-/// (batch, head) pairs whose tiles are launched side by side. Their K and V have to share L2, but with few
+/// (batch, head) pairs whose tiles are worked on side by side. Their K and V have to share L2, but with few
 /// heads the longest tiles of the next ones come late and leave a tail. Measured on an H200 (causal, 2 x 8192,
 /// head_dim 128): 340 TFLOP/s with 1, 347 with 2, 363 with 4, 366 with 8, 362 with all 64.
 const HEADS_TOGETHER: usize = 8;
@@ -41,14 +41,13 @@ pub(crate) fn forward(
     for_dtype!(q.0.dtype(), forward_typed, (params, q, k, v))
 }
 
-/// How many pairs are launched side by side.
+/// How many pairs are worked on side by side.
 fn heads_together(params: &AttnParams, sm90: bool) -> usize {
     if !sm90 {
         return HEADS_TOGETHER;
     }
-    let group = params.num_heads / params.num_kv_heads;
     let bytes = 2 * size_of::<bf16>() * params.seqlen_k.max(1) * params.head_dim;
-    let fit = (BYTES_TOGETHER / bytes * group).max(HEADS_TOGETHER);
+    let fit = (BYTES_TOGETHER / bytes * params.group_size()).max(HEADS_TOGETHER);
     // Sections of one size: a small last one would leave a tail.
     let pairs = params.batch * params.num_heads;
     pairs.div_ceil(pairs.div_ceil(fit).max(1))
