@@ -20,8 +20,8 @@ struct Kernel {
   int32_t tile_n;
 };
 
-// The blocks that take `pieces` of work one after the other: one for each multiprocessor of the current device, if there
-// are enough.
+// The blocks that take `pieces` of work one after the other: one for each multiprocessor of the current device, if
+// there are enough.
 inline cudaError_t blocks_for(int64_t pieces, int64_t* blocks) {
   int device, multiprocessors = 0;
   cudaError_t status = cudaGetDevice(&device);

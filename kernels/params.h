@@ -35,8 +35,8 @@ struct AttnProblem {
   float softmax_scale;
   float softcap;           // 0: off
   float tanh_scale;        // softmax_scale / softcap
-  // Pairs (batch, head), in the backward triples (batch, key/value head, part of its group), whose tiles are worked on at
-  // the same time, for L2.
+  // Pairs (batch, head), in the backward triples (batch, key/value head, part of its group), whose tiles are worked on
+  // at the same time, for L2.
   int32_t heads_together;
   ElementType element;
 };

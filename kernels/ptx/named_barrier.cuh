@@ -5,8 +5,8 @@
 
 namespace ptx {
 
-// Arrives, and waits until `threads` have; whether `x` is true in any of them. The vote tells the compiler that all lanes
-// get the same.
+// Arrives, and waits until `threads` have; whether `x` is true in any of them. The vote tells the compiler that all
+// lanes get the same.
 __device__ __forceinline__ bool named_barrier_any(int barrier, int threads, bool x) {
   uint32_t any;
   asm volatile(

@@ -8,7 +8,7 @@
 //            that computes, and one takes the pieces of work
 // shared     k and v tile; q tiles of three steps, with lse; dout tiles, with delta, and dscores of two; dq on its way:
 //            211 (head_dim 64), 210 KiB (96, 128)
-// registers  given 24 + 2 x 240, none spilled
+// registers  given 24 + 2 x 240; used by those that compute 238 (64, 128), 218 (96); none spilled
 //
 // A piece of work visits, for each query head of its part of the group in turn, the query tiles that see its keys. dk
 // and dv stay in registers over all of them; dq is added to sums in device memory.
@@ -38,7 +38,7 @@
 //   64         128 x 128     2560   1024   1792 + 1024   520 to 570 / 500 to 550   545 / 533
 //   96         64 x 128      1920   512    1536 + 704                              499 / 456
 //   128        64 x 128      2560   512    2048 + 896    600 to 650 / 560 to 620   617 / 611
-// At 128 shared memory is busy for 81 % of the time: there is not much left. At 64 it is 74 %.
+// At 128 shared memory is busy for 81 % of the time: there is not much left.
 #include <type_traits>
 
 #include "../common/softmax.cuh"

@@ -1,11 +1,11 @@
 // The work of backward.cu for large heads, whose dk and dv of 64 keys do not fit one warpgroup's registers.
 //
 // grid       as there
-// block      two warpgroups that compute, and one of which a thread loads, one takes the pieces of work, and two add dq,
-//            each for one that computes; where dq is added in turn, one waits for turns and one passes them on
+// block      two warpgroups that compute, and one of which a thread loads, one takes the pieces of work, and two add
+//            dq, each for one that computes; where dq is added in turn, one waits for turns and one passes them on
 // shared     k and v tile; q and dout tiles of two steps, with lse and delta; probs and dscores of two steps; at 192 dq
 //            on its way: 226 KiB
-// registers  given 24 + 2 x 240
+// registers  given 24 + 2 x 240; used by those that compute 200 (192; 184 in order), 216 (256); none spilled
 //
 // The two warpgroups share the rows of scores^T and dprobs^T, keys by rows, and the columns of dk, dv and dq. So probs
 // and dscores go through shared memory, and are waited for by the other warpgroup. A warpgroup issues
@@ -45,8 +45,9 @@ using LayoutKV = PanelLayout<TILE_N, HEAD_DIM, PANEL_COLS>;
 using LayoutS = PanelLayout<TILE_N, TILE_M>;
 using Work = BackwardWork<TILE_M, TILE_N, true>;
 
-// Whether the copy engine adds dq, where shared memory has room for it; else red, from the accumulators. In order always
-// red: a turn can be passed on only by who has waited for the copy engine, which is then late for the next addition.
+// Whether the copy engine adds dq, where shared memory has room for it; else red, from the accumulators. In order
+// always red: a turn can be passed on only by who has waited for the copy engine, which is then late for the next
+// addition.
 constexpr bool HAS_ROOM_FOR_DQ = HEAD_DIM == 192;
 template <bool IN_ORDER>
 constexpr bool STAGE_DQ = HAS_ROOM_FOR_DQ && !IN_ORDER;
@@ -139,8 +140,8 @@ __device__ __forceinline__ void for_each_step(SharedStorage& shared, const Step&
   }
 }
 
-// In order one thread waits for turns, and another passes them on. That takes as long as the additions do to be there,
-// half a step, in which the next turn is waited for and begun.
+// In order one thread waits for turns, and another passes them on: the fence of that waits until the additions are
+// there, half a step, in which the next turn is waited for and begun. With one thread for both, 256 was 15 % slower.
 __device__ __forceinline__ void await_turns(const BwdParams& params, SharedStorage& shared) {
   for_each_step(shared, [&](uint32_t number, const StepNote& note) {
     // The note is there. Not missed: before this turn nobody finishes with q.

@@ -18,31 +18,32 @@ use super::{
 use crate::params::AttnParams;
 
 /// (batch, kv head, part) triples whose tiles are worked on side by side, so that their q, dout and dq share L2.
-/// Measured on an H200 with the sm_80 kernels (causal, 2 x 8192, head_dim 128, 32/8 heads): 287 TFLOP/s with 1, 317 with 2,
-/// 320 with 4, 317 with 8, 313 with all 16.
+/// Measured on an H200 with the sm_80 kernels (causal, 2 x 8192, head_dim 128, 32/8 heads): 287 TFLOP/s with 1, 317
+/// with 2, 320 with 4, 317 with 8, 313 with all 16.
 const TOGETHER: usize = 4;
 /// In order, with Hopper's kernels: steps from where one key tile of a triple begins to where the next does, when all
-/// multiprocessors are busy. A tile waits for the one before it, and to pass a turn on takes about a step; triples that are
-/// far apart no longer share L2. With a diagonal a tile begins one step later of itself. Measured on an H200
-/// (deterministic, 16384 tokens, TFLOP/s with 1/2, 1, 2, 4 steps and a diagonal, with 2, 4, 8, 16 without): head_dim 256,
-/// 1024 rows 259, 257, 190, 155 and 339, 246, 183, 169; 4096 rows 353, 375, 303, 208 and 394, 392, 382, 225; head_dim 64,
-/// 1024 rows 270, 286, 285, 251 and 390, 388, 305, 299; the same to 3 % at 16384 rows but for 4 steps with a diagonal.
+/// multiprocessors are busy. A tile waits for the one before it, and to pass a turn on takes about a step; triples that
+/// are far apart no longer share L2. With a diagonal a tile begins one step later of itself. Measured on an H200
+/// (deterministic, 16384 tokens, TFLOP/s with 1/2, 1, 2, 4 steps and a diagonal, with 2, 4, 8, 16 without): head_dim
+/// 256, 1024 rows 259, 257, 190, 155 and 339, 246, 183, 169; 4096 rows 353, 375, 303, 208 and 394, 392, 382, 225;
+/// head_dim 64, 1024 rows 270, 286, 285, 251 and 390, 388, 305, 299; the same to 5 % at 16384 rows but for 4 steps and
+/// a diagonal.
 const STEPS_APART: usize = 2;
 const STEPS_APART_WITH_DIAGONAL: usize = 1;
 
-/// Rounds of blocks over the whole GPU from which sharing out a group's heads gains nothing: with a diagonal
-/// the blocks differ in length and need more of them to even out. Measured on an H200 (causal, with the sums of
-/// the parts): 9/3 heads, 64, 4 x 4096: 373 TFLOP/s in 1 part, 384 in 3; 32/1, 128, 2 x 8192: 273 in 1, 520 in 4,
-/// 539 in 8, 548 in 16, 506 in 32; 32/8, 128, 8 x 2048: 436 in 1, 407 in 2.
+/// Pieces of work for each multiprocessor from which sharing out a group's heads gains nothing: with a diagonal they
+/// differ in length and more of them are needed to even out. Measured on an H200 when each block had one of them (causal,
+/// with the sums of the parts): 9/3 heads, 64, 4 x 4096: 373 TFLOP/s in 1 part, 384 in 3; 32/1, 128, 2 x 8192: 273 in 1,
+/// 520 in 4, 539 in 8, 548 in 16, 506 in 32; 32/8, 128, 8 x 2048: 436 in 1, 407 in 2.
 const ROUNDS: usize = 3;
 const ROUNDS_WITH_DIAGONAL: usize = 7;
 /// Visible keys from which on Hopper's kernels, in order and with a diagonal, give each head of a group to blocks of its
 /// own, and half as many heads with half as many keys. A block that begins with the next head waits for those that have
-/// not; the sums of dk and dv take less of the time the more keys there are. Measured on an H200, when each block had one
-/// piece of work (deterministic, causal, head_dim 128 but for the 4096 keys, 64; TFLOP/s by parts): 2048 keys, 32/8 heads 368 in 1, 373 in 2, 341 in 4; 4096,
-/// 32/8 388, 390, 369; 8192, 32/8 389, 453, 468; 8192, 64/8 352, 382, 469 and 479 in 8; 8192, 32/1 343 in 4, 393 in 8,
-/// 468 in 16 and in 32; 32768, 32/8 358, 373, 419. The last doublings would gain 2 to 3 % at 8192 keys, for twice the
-/// memory.
+/// not; the sums of dk and dv take less of the time the more keys there are. Measured on an H200, when each block had
+/// one piece of work (deterministic, causal, head_dim 128 but for the 4096 keys, 64; TFLOP/s by parts): 2048 keys, 32/8
+/// heads 368 in 1, 373 in 2, 341 in 4; 4096, 32/8 388, 390, 369; 8192, 32/8 389, 453, 468; 8192, 64/8 352, 382, 469 and
+/// 479 in 8; 8192, 32/1 343 in 4, 393 in 8, 468 in 16 and in 32; 32768, 32/8 358, 373, 419. The last doublings would
+/// gain 2 to 3 % at 8192 keys, for twice the memory.
 const KEYS_FOR_ALL_PARTS: usize = 16384;
 /// Copies of dk and dv in f32 that sharing out may take at most.
 const MAX_GROUP_PARTS: usize = 64;

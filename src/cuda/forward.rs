@@ -19,8 +19,9 @@ use crate::params::AttnParams;
 /// head_dim 128): 340 TFLOP/s with 1, 347 with 2, 363 with 4, 366 with 8, 362 with all 64.
 const HEADS_TOGETHER: usize = 8;
 /// Bytes of K and V of such pairs, where more of them fit and blocks take the pieces of work one after the other:
-/// about half of the L2 of an H200 (60 MB). Measured on an H200 (causal, TFLOP/s with 8 pairs, with 32 MB): head_dim 64, 9/3 heads,
-/// 4 x 4096: 398, 479; head_dim 128, 16 x 1024: 396, 416; head_dim 256, 16 x 1024: 407, 455; 1 x 16384 the same.
+/// about half of the L2 of an H200 (60 MB). Measured on an H200 (causal, TFLOP/s with 8 pairs, with 32 MB): head_dim 64,
+/// 9/3 heads, 4 x 4096: 398, 479; head_dim 128, 16 x 1024: 396, 416; head_dim 256, 16 x 1024: 407, 455; 1 x 16384 the
+/// same.
 const BYTES_TOGETHER: usize = 32 << 20;
 
 /// What a forward pass leaves behind.

@@ -42,6 +42,7 @@ static void solve(const Shape& shape, int group_parts, bool in_order) {
   params.dk_acc = group_parts > 1 ? dk_acc.data : nullptr;
   params.dv_acc = group_parts > 1 ? dv_acc.data : nullptr;
   params.dq_turn = in_order ? dq_turn.data() : nullptr;
+  machine::adds_in_turn = in_order;
   uint32_t next_piece = 0;
   params.next_piece = &next_piece;
   params.group_parts = group_parts;

@@ -11,18 +11,22 @@
 
 namespace machine {
 
+constexpr int WARPGROUP = 128;
+
 // ---- barriers in shared memory ----------------------------------------------------------------------
 
 struct CountingBarrier {
   int arrivals = 0, missing = 0;
   int64_t bytes = 0;  // missing
   uint32_t phase = 0;
-  const int32_t* turn = nullptr;  // of the last warp to arrive that has one
+  Known told, known;  // in this phase, and in the last one
 
   void settle() {
     if (missing == 0 && bytes == 0) {
       phase ^= 1;
       missing = arrivals;
+      known = std::move(told);
+      told.clear();
     }
   }
 };
@@ -34,13 +38,12 @@ inline CountingBarrier& counting_barrier(uint32_t address) {
 inline void make_barrier(uint32_t address, int arrivals) {
   if (address % 8 != 0) fault("mbarrier %#x is misaligned", address);
   at(address, 8);
-  counting_barriers[address] = {arrivals, arrivals, 0, 0};
+  counting_barriers[address] = {arrivals, arrivals};
 }
 inline void arrive(uint32_t address, int64_t bytes) {
   CountingBarrier& barrier = counting_barrier(address);
   if (barrier.missing == 0) fault("mbarrier %#x: more than %d arrivals", address, barrier.arrivals);
-  arrive_for_warp();
-  if (const int32_t* turn = turns_of_warps[warp()]) barrier.turn = turn;
+  tell(barrier.told);
   --barrier.missing;
   barrier.bytes += bytes;
   barrier.settle();
@@ -53,7 +56,7 @@ inline void complete(uint32_t address, int64_t bytes) {
 inline void wait_for_phase(uint32_t address, uint32_t parity) {
   counting_barrier(address);
   wait("an mbarrier", [address, parity] { return counting_barriers[address].phase != parity % 2; });
-  if (const int32_t* turn = counting_barriers[address].turn) current->turn = turn;
+  learn(current->known, counting_barriers[address].known);
 }
 
 // ---- barriers by number -----------------------------------------------------------------------------
@@ -62,25 +65,28 @@ struct NamedBarrier {
   int here = 0, expected = 0;
   uint64_t number = 0;
   bool any = false, result = false;  // of what the threads bring
+  Known told, known;
 };
 inline std::map<int, NamedBarrier> named_barriers;
-inline bool named_barrier(int id, int expected, bool waits, bool brought = false) {
+inline bool named_barrier(int id, int expected, bool brought) {
   if (id < 1 || id > 15 || expected % 32 != 0) fault("barrier %d of %d threads", id, expected);
   NamedBarrier& barrier = named_barriers[id];
   if (barrier.here == 0) barrier.expected = expected;
   if (barrier.expected != expected) fault("barrier %d: %d threads where others say %d", id, expected, barrier.expected);
   const uint64_t number = barrier.number;
-  if (expected >= WARPGROUP) arrive_with_additions();
+  tell(barrier.told);
   barrier.any |= brought;
   if (++barrier.here == expected) {
     barrier.here = 0;
     ++barrier.number;
     barrier.result = barrier.any;
     barrier.any = false;
-  } else if (waits) {
+    barrier.known = std::move(barrier.told);
+    barrier.told.clear();
+  } else {
     wait("a named barrier", [&barrier, number] { return barrier.number != number; });
   }
-  if (waits && expected >= WARPGROUP) learn_turn();
+  learn(current->known, barrier.known);
   return barrier.result;  // where all wait, there is no next one before all have it
 }
 
@@ -382,7 +388,7 @@ inline void wait_until_read() {
 inline void wait_until_added() {
   const Additions& own = additions[current->index];
   wait("an addition", [&own] { return own.unmade == 0; });
-  for (Addition& addition : current->additions) addition.is_made = true;
+  additions_are_made();
 }
 
 inline const bool these_end_with_the_block = (resets.push_back([] {

@@ -5,13 +5,14 @@
 // (`Timing`); and warps rest at random. So a wait that is missing shows in the results, or as a fault:
 //   - shared memory that an asynchronous copy is about to write holds NaN until then;
 //   - a read and a write of the same 16 bytes by two warps need a barrier between them (accesses by ptx/ alone);
-//   - additions have to be there before the turn to add is passed on;
+//   - additions are made in a turn, and have to be there before it is passed on;
 //   - a block in which nothing can go on hangs, and the fault says who waits for what.
 #pragma once
 #include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -52,13 +53,12 @@ struct Index {
   unsigned x = 0, y = 0, z = 0;
 };
 
-// Of a thread to device memory, in the turn that `counter` counts.
-struct Addition {
-  const int32_t* counter;
-  bool is_made;
-  bool is_in_warp = false;   // at a __syncwarp since it was made
-  bool has_barrier = false;  // that others see, since it was made
-};
+// For each thread of the block, how much of what it has done is known to have happened.
+using Known = std::vector<uint32_t>;
+inline void learn(Known& known, const Known& more) {
+  known.resize(std::max(known.size(), more.size()));
+  for (size_t i = 0; i < more.size(); ++i) known[i] = std::max(known[i], more[i]);
+}
 
 struct Thread {
   ucontext_t context;  // to begin with
@@ -69,8 +69,8 @@ struct Thread {
   const char* waits_for = nullptr;
   std::function<bool()> is_over;  // what it waits for
   int lingers = 0;                // rounds that it does not run
-  const int32_t* turn = nullptr;    // as of the last barrier
-  std::vector<Addition> additions;  // in turns that are not passed on
+  std::map<const int32_t*, int32_t> loaded;  // counters of turns
+  Known known;                    // of itself: what it is about to do
 };
 
 inline std::vector<Thread> threads;
@@ -206,64 +206,83 @@ inline bool finish_one() {
 // What a block leaves behind that the next one must not find.
 inline std::vector<std::function<void()>> resets;
 
+// ---- what is known to have happened -----------------------------------------------------------------
+
+// At a barrier a thread tells what it knows, and learns what the others have told. Nothing else orders what two threads do
+// to device memory.
+inline void tell(Known& told) {
+  learn(told, current->known);
+  ++current->known[current->index];
+}
+inline void meet(int size, const char* what, const std::function<void()>& act = [] {}) {
+  Thread* self = current;
+  together(size, what, self, [&](const std::vector<Thread**>& all) {
+    act();
+    Known joint;
+    for (Thread** one : all) learn(joint, (*one)->known);
+    for (Thread** one : all) {
+      (*one)->known = joint;
+      ++(*one)->known[(*one)->index];
+    }
+  });
+}
+inline void sync_warp() { meet(32, "__syncwarp"); }
+inline void barrier() {
+  meet(static_cast<int>(threads.size()), "__syncthreads", [] { ++barriers; });
+}
+
 // ---- additions in turn ------------------------------------------------------------------------------
 
-// Turns are taken by one thread. Others know of it by a barrier of their warpgroup, by a __syncwarp of its warp, or by an
-// mbarrier at which its warp arrives. When it passes the turn on, all additions in that turn have to be made, and each of
-// their threads at a barrier since: of its warpgroup, an mbarrier of its warp after a __syncwarp, or, in the warp that
-// passes the turn on, a __syncwarp.
-constexpr int WARPGROUP = 128;
-inline std::map<int, const int32_t*> turns;
+// Whether they have to be: a thread adds when it knows that somebody has waited for the turn, and who passes the turn on
+// knows of that, and of all additions in it that they are made.
+inline bool adds_in_turn = false;
 
-inline std::map<int, const int32_t*> turns_of_warps;  // that they have looked for, and not passed on
+struct Addition {
+  int thread;
+  uint32_t when;  // it was made, by the thread's own count
+  bool is_made;
+};
+struct Turn {
+  const int32_t* counter;
+  int taker;
+  uint32_t when;
+  std::vector<Addition> additions;
+};
+inline std::vector<Turn> turns;  // in the order in which they were taken, until they are passed on
+inline bool knows(int thread, uint32_t when) { return current->known[thread] >= when; }
+
 inline void take_turn(const int32_t* counter) {
-  turns[current->index / WARPGROUP] = counter;
-  turns_of_warps[warp()] = counter;
+  std::erase_if(turns, [&](const Turn& turn) { return turn.counter == counter && turn.additions.empty(); });
+  turns.push_back({counter, current->index, current->known[current->index], {}});
 }
 inline void note_addition(bool is_made) {
-  if (!current->turn) return;
-  const bool is_like_last = !current->additions.empty() && current->additions.back().counter == current->turn &&
-                            current->additions.back().is_made == is_made && !current->additions.back().is_in_warp &&
-                            !current->additions.back().has_barrier;
-  if (!is_like_last) current->additions.push_back({current->turn, is_made});
-}
-// At an mbarrier, for what the lanes of the warp have made before their last __syncwarp.
-inline void arrive_for_warp() {
-  for (int lane = 0; lane < 32; ++lane) {
-    Thread& thread = threads[current->index / 32 * 32 + lane];
-    for (Addition& addition : thread.additions)
-      addition.has_barrier |= addition.is_in_warp || (&thread == current && addition.is_made);
+  if (!adds_in_turn) return;
+  for (size_t i = turns.size(); i-- > 0;) {
+    if (!knows(turns[i].taker, turns[i].when)) continue;
+    std::vector<Addition>& additions = turns[i].additions;
+    const Addition addition = {current->index, current->known[current->index], is_made};
+    const bool is_like_last = !additions.empty() && additions.back().thread == addition.thread &&
+                              additions.back().when == addition.when && additions.back().is_made == is_made;
+    if (!is_like_last) additions.push_back(addition);
+    return;
   }
+  fault("thread %d adds, and knows of no turn", current->index);
 }
-inline void arrive_with_additions() {
-  for (Addition& addition : current->additions) addition.has_barrier |= addition.is_made;
+// All of this thread.
+inline void additions_are_made() {
+  for (Turn& turn : turns)
+    for (Addition& addition : turn.additions)
+      if (addition.thread == current->index) addition = {addition.thread, current->known[addition.thread], true};
 }
-inline void learn_turn() { current->turn = turns[current->index / WARPGROUP]; }
 inline void pass_turn(const int32_t* counter) {
-  if (turns_of_warps[warp()] != counter) fault("thread %d passes a turn on that it has not waited for", current->index);
-  turns_of_warps[warp()] = nullptr;
-  for (Thread& thread : threads) {
-    std::erase_if(thread.additions, [&](const Addition& addition) {
-      if (addition.counter != counter) return false;
-      if (!addition.has_barrier && !(addition.is_in_warp && thread.index / 32 == warp()))
-        fault("thread %d passes a turn on: an addition of thread %d %s", current->index, thread.index,
-              addition.is_made ? "has no barrier since" : "may not be made");
-      return true;
-    });
-  }
-}
-
-inline void sync_warp() {
-  char nothing = 0;
-  for (Addition& addition : current->additions) addition.is_in_warp |= addition.is_made;
-  together(32, "__syncwarp", nothing, [](auto&) {});
-  if (const int32_t* turn = turns_of_warps[warp()]) current->turn = turn;
-}
-inline void barrier() {
-  char nothing = 0;
-  arrive_with_additions();
-  together(static_cast<int>(threads.size()), "__syncthreads", nothing, [](auto&) { ++barriers; });
-  learn_turn();
+  const auto turn = std::find_if(turns.begin(), turns.end(), [&](const Turn& one) { return one.counter == counter; });
+  if (turn == turns.end() || !knows(turn->taker, turn->when))
+    return fault("thread %d passes a turn on that it knows nobody to have waited for", current->index);
+  for (const Addition& addition : turn->additions)
+    if (!addition.is_made || !knows(addition.thread, addition.when))
+      fault("thread %d passes a turn on, and does not know an addition of thread %d to be made", current->index,
+            addition.thread);
+  turns.erase(turn);
 }
 
 // ---- running ----------------------------------------------------------------------------------------
@@ -292,6 +311,8 @@ inline void run_block(int block_threads) {
   for (int i = 0; i < block_threads; ++i) {
     Thread& thread = threads[i];
     thread.index = i;
+    thread.known.resize(block_threads);
+    thread.known[i] = 1;
     getcontext(&thread.context);
     thread.context.uc_stack.ss_sp = stacks[i];
     thread.context.uc_stack.ss_size = STACK_BYTES;
@@ -299,8 +320,6 @@ inline void run_block(int block_threads) {
     makecontext(&thread.context, begin_thread, 0);
   }
   meetings.clear();
-  turns.clear();
-  turns_of_warps.clear();
   for (const auto& reset : resets) reset();
   std::memset(shared, 0xff, SHARED_SIZE);  // NaN
   for (Chunk& chunk : chunks) chunk = Chunk();
@@ -327,8 +346,8 @@ inline void run_block(int block_threads) {
     if (timing == Timing::RANDOM && chance() % 3 == 0) any_ran |= finish_one();
     if (!is_over && !any_ran && !any_rests && !finish_one()) hang();
   }
-  for (const Thread& thread : threads)
-    if (!thread.additions.empty()) fault("thread %d adds, but its turn is not passed on after that", thread.index);
+  for (const Turn& turn : turns) fault("thread %d waited for a turn that is not passed on", turn.taker);
+  turns.clear();
   for (const Work& work : under_way)
     work.outlasts_block ? work.act() : fault("block %u ends with a copy under way", block.x);
   under_way.clear();

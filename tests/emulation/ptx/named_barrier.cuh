@@ -4,7 +4,7 @@
 namespace ptx {
 
 inline bool named_barrier_any(int barrier, int threads, bool x) {
-  return machine::named_barrier(barrier, threads, true, x);
+  return machine::named_barrier(barrier, threads, x);
 }
 
 }  // namespace ptx

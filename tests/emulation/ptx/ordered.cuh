@@ -3,18 +3,13 @@
 
 namespace ptx {
 
-// Blocks run one after the other: what a thread waits for must be there already.
+// Who loads again waits for another number than before. Blocks run one after the other: it must come from this block.
 inline int32_t load_acquire(const int32_t* gmem) {
+  std::map<const int32_t*, int32_t>& loaded = machine::current->loaded;
+  const auto before = loaded.find(gmem);
+  if (before != loaded.end()) machine::wait("a turn", [=] { return *gmem != before->second; });
   machine::take_turn(gmem);
-  static int loads_in_vain = 0;
-  static const int32_t* last = nullptr;
-  loads_in_vain = gmem == last ? loads_in_vain + 1 : 0;
-  last = gmem;
-  if (loads_in_vain == 1000) {
-    machine::current->waits_for = "a block that comes later";
-    machine::hang();
-  }
-  return *gmem;
+  return loaded[gmem] = *gmem;
 }
 inline void store_release(int32_t* gmem, int32_t x) {
   machine::pass_turn(gmem);
