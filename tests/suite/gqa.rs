@@ -1,13 +1,13 @@
 //! Grouped and single key/value heads: equal to repeated heads, with gradients summed over the group.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_flash_gqa::is_supported;
 
 use crate::support::compare::{close, close_to, identical};
-use crate::support::device::{for_each_device, for_each_dtype};
+use crate::support::device::{check_still_works, for_each_device, for_each_dtype, on_the_gpu};
 use crate::support::problem::Problem;
-use crate::support::run;
+use crate::support::run::{self, Passes};
 use crate::support::tensors::{Inputs, from_host, full};
 use crate::support::verify;
 
@@ -205,4 +205,77 @@ fn a_key_value_head_is_read_by_its_group_alone() -> Result<()> {
         }
         Ok(())
     })
+}
+
+/// Problems with so many key tiles that a block sums several heads of a group: with fewer each head gets blocks of its own
+/// (`group_parts` of src/cuda/backward.rs). A tile has 64 keys at head_dim 192 and 256, else 128. On 108 to 144
+/// multiprocessors, with a diagonal and without:
+///
+/// * groups of 3 are one part: 2048 >= 144 * 2 * 7 and 896 >= 144 * 2 * 3 tiles for multiprocessors, blocks of each, rounds;
+/// * groups of 4 are two parts of two heads: 512 < 108 * 7 and 256 < 108 * 3, but 2 * 512 >= 144 * 7 and 2 * 256 >= 144 * 3,
+///   with one block a multiprocessor, as Hopper's kernels have.
+///
+/// The last problem's 2048 tiles are one part, but in order two there, since `4 * 8192 / KEYS_FOR_ALL_PARTS` is 2.
+fn problems_of_several_heads_a_block() -> Vec<Problem> {
+    const SEQLEN: usize = 200;
+    let mut problems = Vec::new();
+    for head_dim in [64, 96, 128, 192, 256] {
+        let tiles_of_head = SEQLEN.div_ceil(if head_dim > 128 { 64 } else { 128 });
+        for (heads, causal, tiles) in [
+            ([24, 8], true, 2048),
+            ([24, 8], false, 896),
+            ([32, 8], true, 512),
+            ([32, 8], false, 256),
+        ] {
+            let batch = tiles / (tiles_of_head * heads[1]);
+            problems.push(Problem::new(batch, [SEQLEN; 2], heads, head_dim).with_causal(causal));
+        }
+    }
+    problems.push(Problem::new(4, [65, 8192], [32, 8], 128).causal());
+    problems
+}
+
+#[test]
+fn heads_that_a_block_sums() -> Result<()> {
+    on_the_gpu(|device| {
+        for problem in problems_of_several_heads_a_block() {
+            // Two sequences, again and again.
+            let two = Problem {
+                batch: 2,
+                ..problem.clone()
+            };
+            let two = Inputs::normal(&two, DType::BF16, device, 49)?;
+            let again = |x: &Tensor| x.repeat((problem.batch / 2, 1, 1, 1));
+            let inputs = Inputs {
+                q: again(&two.q)?,
+                k: again(&two.k)?,
+                v: again(&two.v)?,
+                dout: again(&two.dout)?,
+            };
+            for problem in [problem.clone().deterministic(), problem] {
+                let passes = run::queued(&problem, &inputs)?;
+                check_again(&problem, &passes).with_context(|| format!("{problem:?}"))?;
+                verify::last_group(&problem, &inputs, &passes)?;
+            }
+        }
+        check_still_works(device)
+    })
+}
+
+/// Each sequence has the bits of the one two before, but in dq without an order.
+fn check_again(problem: &Problem, passes: &Passes) -> Result<()> {
+    let rest = problem.batch - 2;
+    for (name, x) in passes.named() {
+        if name == "dq" && !problem.deterministic {
+            continue;
+        }
+        let differs = x.narrow(0, 2, rest)?.ne(&x.narrow(0, 0, rest)?)?;
+        let differs = differs.flatten_from(1)?.max(1)?.to_vec1::<u8>()?;
+        let differing = differs.iter().filter(|&&differs| differs != 0).count();
+        ensure!(
+            differing == 0,
+            "{name} differs in {differing} of {rest} sequences"
+        );
+    }
+    Ok(())
 }

@@ -1,4 +1,7 @@
 //! Cases that cover every pair of values of their dimensions, without the full product.
+//!
+//! What happens to a score chooses the kernels on Hopper: those for Hopper alone get a third of a grid of [`Scores::Any`],
+//! in which not every pair meets, and all of one of [`Scores::Plain`].
 
 use anyhow::{Result, bail};
 use rand::rngs::StdRng;
@@ -58,7 +61,7 @@ const MASKS: [fn(Problem) -> Problem; 9] = [
     |p| p.causal().window(Some(0), Some(9)),
 ];
 
-/// What happens to a score.
+/// What happens to a score: first what is [`Scores::Plain`].
 const SCORES: [fn(Problem) -> Problem; 6] = [
     |p| p,
     |p| p.scale(0.3),
@@ -74,21 +77,45 @@ const BATCHES: [usize; 2] = [1, 2];
 /// meet many heads only at a small head_dim, and the other way round.
 const MAX_WORK: usize = 14_000_000;
 
-const DIMENSIONS: [usize; 6] = [
-    SEQLENS.len(),
-    HEADS.len(),
-    HEAD_DIMS.len(),
-    MASKS.len(),
-    SCORES.len(),
-    BATCHES.len(),
-];
+/// The scores of a grid.
+#[derive(Debug, Clone, Copy)]
+pub enum Scores {
+    Any,
+    /// Times a positive factor and no more: what every kernel takes (`is_plain` of src/cuda/dispatch.rs).
+    Plain,
+}
+
+impl Scores {
+    /// How many of [`SCORES`], from the first on.
+    fn count(self) -> usize {
+        match self {
+            Self::Any => SCORES.len(),
+            Self::Plain => 2,
+        }
+    }
+}
 
 /// One value of each dimension.
-type Case = [usize; DIMENSIONS.len()];
+type Case = [usize; 6];
+
+/// How many values each dimension has.
+fn dimensions(scores: Scores) -> Case {
+    [
+        SEQLENS.len(),
+        HEADS.len(),
+        HEAD_DIMS.len(),
+        MASKS.len(),
+        scores.count(),
+        BATCHES.len(),
+    ]
+}
 
 /// Problems in which every two values of two dimensions meet; other problems for another seed.
-pub fn problems(seed: u64) -> Vec<Problem> {
-    cover(seed).into_iter().map(problem).collect()
+pub fn problems(seed: u64, scores: Scores) -> Vec<Problem> {
+    cover(seed, dimensions(scores))
+        .into_iter()
+        .map(problem)
+        .collect()
 }
 
 /// A handful with some of everything, for what can't run the whole grid.
@@ -127,9 +154,10 @@ pub fn small_problems() -> Vec<Problem> {
 /// Runs `test` on every problem of the grid, and fails with a list of those that failed.
 pub fn for_each_problem(
     seed: u64,
+    scores: Scores,
     mut test: impl FnMut(u64, &Problem) -> Result<()>,
 ) -> Result<()> {
-    let problems = problems(seed);
+    let problems = problems(seed, scores);
     let mut failures = Vec::new();
     for (number, problem) in problems.iter().enumerate() {
         if let Err(error) = test(number as u64, problem) {
@@ -165,16 +193,16 @@ fn is_quick(case: Case) -> bool {
 }
 
 /// Greedy: of a few random cases around a pair that has not met yet, the one with the most such pairs.
-fn cover(seed: u64) -> Vec<Case> {
+fn cover(seed: u64, dimensions: Case) -> Vec<Case> {
     const CANDIDATES: usize = 20;
     let mut rng = StdRng::seed_from_u64(seed);
-    let mut missing = all_pairs();
+    let mut missing = all_pairs(dimensions);
     missing.shuffle(&mut rng);
     let mut cases = Vec::new();
     while let Some(&[(a, value_a), (b, value_b)]) = missing.last() {
         let mut candidates = Vec::new();
         while candidates.len() < CANDIDATES {
-            let mut case = DIMENSIONS.map(|count| rng.random_range(0..count));
+            let mut case = dimensions.map(|count| rng.random_range(0..count));
             (case[a], case[b]) = (value_a, value_b);
             if is_quick(case) {
                 candidates.push(case);
@@ -193,8 +221,8 @@ fn cover(seed: u64) -> Vec<Case> {
 /// Two dimensions, each with a value.
 type Pair = [(usize, usize); 2];
 
-fn all_pairs() -> Vec<Pair> {
-    let dimensions: Vec<(usize, usize)> = DIMENSIONS.into_iter().enumerate().collect();
+fn all_pairs(dimensions: Case) -> Vec<Pair> {
+    let dimensions: Vec<(usize, usize)> = dimensions.into_iter().enumerate().collect();
     let mut pairs = Vec::new();
     for &(a, values_of_a) in &dimensions {
         for &(b, values_of_b) in &dimensions[a + 1..] {

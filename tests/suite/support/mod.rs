@@ -8,7 +8,7 @@
 //! * [`run`]: the op and the plain formula, with gradients;
 //! * [`compare`]: where two results differ, and by how much;
 //! * [`verify`]: the error rule, against the plain computation in the same dtype;
-//! * [`grid`]: cases that cover every pair of values, and a handful;
+//! * [`grid`]: cases that cover every pair of values, of all scores or of plain ones, and a handful;
 //! * [`child`]: tests in a process of their own;
 //! * [`device::watch`]: an end for tests that wait for the GPU for ever.
 

@@ -93,6 +93,39 @@ pub fn results(problem: &Problem, inputs: &Inputs, passes: &Passes) -> Result<()
     check_passes(problem, inputs, passes, RULE)
 }
 
+/// Checks what the last key/value head of the last sequence has a part in.
+pub fn last_group(problem: &Problem, inputs: &Inputs, passes: &Passes) -> Result<()> {
+    let group_size = problem.num_heads / problem.num_kv_heads;
+    // Heads are dimension 2, in lse 1.
+    let last = |x: &Tensor, dim: usize, heads: usize| -> Result<Tensor> {
+        let sequence = x.narrow(0, problem.batch - 1, 1)?;
+        let group = sequence.narrow(dim, x.dim(dim)? - heads, heads)?;
+        Ok(group.contiguous()?)
+    };
+    let of_group = Problem {
+        batch: 1,
+        num_heads: group_size,
+        num_kv_heads: 1,
+        ..problem.clone()
+    };
+    let inputs = Inputs {
+        q: last(&inputs.q, 2, group_size)?,
+        k: last(&inputs.k, 2, 1)?,
+        v: last(&inputs.v, 2, 1)?,
+        dout: last(&inputs.dout, 2, group_size)?,
+    };
+    let passes = Passes {
+        out: last(&passes.out, 2, group_size)?,
+        lse: last(&passes.lse, 1, group_size)?,
+        grads: Gradients {
+            dq: last(&passes.grads.dq, 2, group_size)?,
+            dk: last(&passes.grads.dk, 2, 1)?,
+            dv: last(&passes.grads.dv, 2, 1)?,
+        },
+    };
+    results(&of_group, &inputs, &passes)
+}
+
 /// Checks out and lse that were computed from these inputs in whatever way.
 pub fn forward_results(
     problem: &Problem,

@@ -5,25 +5,37 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::io::Write;
+use std::path::PathBuf;
 use std::sync::{LazyLock, Mutex};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
 /// Of one wait, and of what the CPU computes between two.
-const LONGEST: Duration = Duration::from_secs(300);
+pub const LONGEST: Duration = Duration::from_secs(300);
 const PAUSE: Duration = Duration::from_secs(2);
 
-/// The test, and its last sign of life, of each thread that uses the GPU.
-static SIGNS: LazyLock<Mutex<HashMap<ThreadId, (String, Instant)>>> = LazyLock::new(|| {
+/// The last sign of life of a thread that uses the GPU.
+struct Sign {
+    test: String,
+    last: Instant,
+    /// Where Linux lists the thread until it has ended: longer than it has thread-locals, since a driver was seen to be
+    /// stuck in what it does after those are gone.
+    task: Option<PathBuf>,
+}
+
+static SIGNS: LazyLock<Mutex<HashMap<ThreadId, Sign>>> = LazyLock::new(|| {
     thread::spawn(|| {
         loop {
             thread::sleep(PAUSE);
-            let signs = SIGNS.lock().unwrap();
-            if let Some((test, _)) = signs.values().find(|(_, last)| last.elapsed() > LONGEST) {
+            let mut signs = SIGNS.lock().unwrap();
+            signs.retain(|_, sign| sign.task.as_ref().is_none_or(|task| task.exists()));
+            if let Some(Sign { test, .. }) =
+                signs.values().find(|sign| sign.last.elapsed() > LONGEST)
+            {
                 // Not eprintln!, which a test captures.
                 let _ = writeln!(
                     std::io::stderr(),
-                    "{test} has waited for the GPU for {LONGEST:?}"
+                    "{test} has waited for the GPU, or its thread has not ended, for {LONGEST:?}"
                 );
                 std::process::abort();
             }
@@ -32,12 +44,15 @@ static SIGNS: LazyLock<Mutex<HashMap<ThreadId, (String, Instant)>>> = LazyLock::
     Mutex::default()
 });
 
-/// Of a thread that uses the GPU, until it ends.
+/// Of a thread that uses the GPU, as long as it has thread-locals.
 struct Watched(ThreadId);
 
 impl Drop for Watched {
     fn drop(&mut self) {
-        SIGNS.lock().unwrap().remove(&self.0);
+        let mut signs = SIGNS.lock().unwrap();
+        if signs.get(&self.0).is_some_and(|sign| sign.task.is_none()) {
+            signs.remove(&self.0);
+        }
     }
 }
 
@@ -50,11 +65,14 @@ pub fn begin() {
         return sign_of_life();
     }
     let thread = thread::current();
-    let test = thread.name().unwrap_or("a thread").to_string();
-    SIGNS
-        .lock()
-        .unwrap()
-        .insert(thread.id(), (test, Instant::now()));
+    let sign = Sign {
+        test: thread.name().unwrap_or("a thread").to_string(),
+        last: Instant::now(),
+        task: std::fs::read_link("/proc/thread-self")
+            .ok()
+            .map(|link| PathBuf::from("/proc").join(link)),
+    };
+    SIGNS.lock().unwrap().insert(thread.id(), sign);
     WATCHED.set(Some(Watched(thread.id())));
 }
 
@@ -64,8 +82,8 @@ pub fn sign_of_life() {
         let Some(Watched(thread)) = watched else {
             return;
         };
-        if let Some((_, last)) = SIGNS.lock().unwrap().get_mut(thread) {
-            *last = Instant::now();
+        if let Some(sign) = SIGNS.lock().unwrap().get_mut(thread) {
+            sign.last = Instant::now();
         }
     });
 }
