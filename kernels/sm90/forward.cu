@@ -15,8 +15,8 @@
 // becomes too large are the scores computed again, and the maxima moved; so k's stage is free after the softmax alone.
 // The maxima took 440 of the 2690 cycles of a step at head_dim 128, and with them it paid that warpgroups issued their
 // products in turn; without them that costs 2 to 7 % there. A third stage lets warpgroups be further apart, so that one
-// begins or ends a piece of work beside products of the others: 3 to 6 % at 1024 keys, 1 at 16384. A second q tile brings
-// no more than that, and costs registers.
+// begins or ends a piece of work beside products of the others: 3 to 6 % at 1024 keys, 1 at 16384. A second q tile
+// brings no more than that, and costs registers.
 //
 // Cycles of a multiprocessor for a tile of rows x keys, from the sizes (MMA 4 M N d / 4096, MUFU M N / 16, shared
 // memory operand reads + fills at 128 bytes), and what was measured: H200, bf16, TFLOP/s full / causal at 16384 keys,

@@ -77,10 +77,11 @@ fn problems(
         prop::option::weighted(0.3, 0.5..20f32),
         0..3usize,
     );
-    (shapes, any::<bool>(), window(), window(), scores).prop_map(
+    let flags = (any::<bool>(), any::<bool>());
+    (shapes, flags, window(), window(), scores).prop_map(
         |(
             (batch, seqlen_q, seqlen_k, num_kv_heads, group, head_dim),
-            causal,
+            (causal, deterministic),
             window_left,
             window_right,
             (softmax_scale, softcap, alibi),
@@ -92,6 +93,7 @@ fn problems(
                 window_left,
                 window_right,
                 softcap,
+                deterministic,
                 ..Problem::new(batch, [seqlen_q, seqlen_k], heads, head_dim)
             };
             match alibi {

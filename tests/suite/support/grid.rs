@@ -73,6 +73,9 @@ const SCORES: [fn(Problem) -> Problem; 6] = [
 
 const BATCHES: [usize; 2] = [1, 2];
 
+/// Whether dq is added in order.
+const ORDERS: [fn(Problem) -> Problem; 2] = [|p| p, |p| p.deterministic()];
+
 /// Multiply-adds in `q · k` of one case at most: what keeps the grid quick. The largest lengths thus
 /// meet many heads only at a small head_dim, and the other way round.
 const MAX_WORK: usize = 14_000_000;
@@ -96,7 +99,7 @@ impl Scores {
 }
 
 /// One value of each dimension.
-type Case = [usize; 6];
+type Case = [usize; 7];
 
 /// How many values each dimension has.
 fn dimensions(scores: Scores) -> Case {
@@ -107,6 +110,7 @@ fn dimensions(scores: Scores) -> Case {
         MASKS.len(),
         scores.count(),
         BATCHES.len(),
+        ORDERS.len(),
     ]
 }
 
@@ -177,14 +181,14 @@ pub fn for_each_problem(
     Ok(())
 }
 
-fn problem([seqlens, heads, head_dim, mask, scores, batch]: Case) -> Problem {
+fn problem([seqlens, heads, head_dim, mask, scores, batch, order]: Case) -> Problem {
     let problem = Problem::new(
         BATCHES[batch],
         SEQLENS[seqlens],
         HEADS[heads],
         HEAD_DIMS[head_dim],
     );
-    SCORES[scores](MASKS[mask](problem))
+    ORDERS[order](SCORES[scores](MASKS[mask](problem)))
 }
 
 fn is_quick(case: Case) -> bool {
