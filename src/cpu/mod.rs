@@ -73,6 +73,7 @@ pub(crate) fn forward(
     v: Input<'_>,
     for_backward: bool,
 ) -> Result<ForwardOutput> {
+    simd::check_variable()?;
     for_dtype!(q.0.dtype(), forward_typed(params, q, k, v, for_backward))
 }
 
@@ -120,6 +121,7 @@ pub(crate) fn backward(
     dout: &Tensor,
     stats: &Tensor,
 ) -> Result<[Tensor; 3]> {
+    simd::check_variable()?;
     for_dtype!(
         q.dtype(),
         backward_typed(params, [q, k, v, out, dout], stats)
