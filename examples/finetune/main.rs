@@ -26,6 +26,7 @@ mod numbers;
 mod options;
 #[path = "../common/out_of_memory.rs"]
 mod out_of_memory;
+mod output;
 mod plot;
 mod run;
 mod run_dir;
@@ -54,6 +55,7 @@ use gpu_memory::GpuMemory;
 use losses::Row;
 use model::KvCache;
 use options::Options;
+use output::Output;
 use run_dir::RunDir;
 use trainer::Trainer;
 
@@ -69,7 +71,7 @@ fn run(args: &Args) -> Result<()> {
         None => DType::F32,
     };
     let gpu_memory = GpuMemory::of(&device)?;
-    let mut out = stdout().lock();
+    let mut out = Output(stdout().lock());
     if let Some(file) = &args.plot {
         plot::check(file, args.out.as_deref())?;
     }

@@ -31,6 +31,8 @@ mod numbers;
 mod options;
 #[path = "../../examples/common/out_of_memory.rs"]
 mod out_of_memory;
+#[path = "../../examples/finetune/output.rs"]
+mod output;
 #[path = "../../examples/finetune/plot.rs"]
 mod plot;
 mod resumed;
