@@ -65,11 +65,6 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<()> {
     let device = args.device.open()?;
-    let dtype = match args.dtype {
-        Some(dtype) => dtype.dtype(),
-        None if device.is_cuda() => DType::BF16,
-        None => DType::F32,
-    };
     let gpu_memory = GpuMemory::of(&device)?;
     let mut out = Output(stdout().lock());
     if let Some(file) = &args.plot {
@@ -77,7 +72,7 @@ fn run(args: &Args) -> Result<()> {
     }
 
     // 1. What to train, on what, and where to.
-    let (resumed, options) = match &args.resume {
+    let (resumed, mut options) = match &args.resume {
         Some(path) => {
             let (dir, options) = RunDir::open(path)?;
             (Some(dir), options)
@@ -85,6 +80,9 @@ fn run(args: &Args) -> Result<()> {
         None => (None, with_absolute_paths(args.options.clone())?),
     };
     options.check()?;
+    let chosen = options.compute_dtype(args.dtype, &device)?;
+    let began_in = options.dtype.replace(chosen);
+    let dtype = chosen.dtype();
     let texts = match &options.text[..] {
         [] => data::texts().to_vec(),
         texts => texts.to_vec(),
@@ -121,6 +119,14 @@ fn run(args: &Args) -> Result<()> {
         Some(dir) => dir.restore(&mut trainer, &device)?,
         None => vec![],
     };
+    if let Some(began_in) = began_in.filter(|&began_in| began_in != chosen) {
+        writeln!(
+            out,
+            "--dtype {}: the run began in {}",
+            dtype.as_str(),
+            began_in.dtype().as_str()
+        )?;
+    }
     describe(
         &options,
         &trainer,

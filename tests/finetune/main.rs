@@ -2,7 +2,6 @@
 //! adapters, and what happens when the loss is no longer a number.
 
 #[path = "../../examples/finetune/args.rs"]
-#[expect(dead_code, reason = "what is done with them is tested piece by piece")]
 mod args;
 #[path = "../../examples/finetune/batches.rs"]
 mod batches;

@@ -13,7 +13,7 @@ use crate::checkpoint::Checkpoint;
 use crate::generate::{Generation, feed};
 use crate::losses::{self, Row};
 use crate::model::{Attention, KvCache, Llama};
-use crate::options::{LoraOn, Options};
+use crate::options::{ComputeDtype, LoraOn, Options};
 use crate::plot;
 use crate::run;
 use crate::run_dir::RunDir;
@@ -65,19 +65,30 @@ fn finish(
         .parameters()
         .vars()
         .iter()
-        .map(|(name, var)| Ok((name.clone(), var.flatten_all()?.to_vec1()?)))
+        .map(|(name, var)| {
+            let values = var.flatten_all()?.to_dtype(DType::F32)?.to_vec1()?;
+            Ok((name.clone(), values))
+        })
         .collect()
+}
+
+/// Where a run on the CPU computes that nobody says more of.
+fn place_of(options: &Options) -> Result<Place> {
+    let device = Device::Cpu;
+    let dtype = options.compute_dtype(None, &device)?.dtype();
+    Ok(Place { device, dtype })
 }
 
 fn assert_resumed_run_is_the_same(options: &Options) -> Result<()> {
     let folder = TempDir::new()?;
-    let (mut trainer, dir) = start(&folder.path().join("whole"), options)?;
+    let place = place_of(options)?;
+    let (mut trainer, dir) = start_in(&place, &folder.path().join("whole"), options)?;
     let mut rows = vec![];
     let weights = finish(&mut trainer, options, &dir, &mut rows)?;
 
     // Stopped in step 8, so what was saved is step 5.
     let path = folder.path().join("interrupted");
-    let (mut trainer, dir) = start(&path, options)?;
+    let (mut trainer, dir) = start_in(&place, &path, options)?;
     let stopped = Options {
         steps: 5,
         ..options.clone()
@@ -99,7 +110,7 @@ fn assert_resumed_run_is_the_same(options: &Options) -> Result<()> {
     drop(trainer);
 
     let (dir, options) = RunDir::open(&path)?;
-    let (mut trainer, mut resumed) = resume_in(&CPU_F32, &dir, &options)?;
+    let (mut trainer, mut resumed) = resume_in(&place_of(&options)?, &dir, &options)?;
     assert_eq!(resumed, first_rows);
     assert_eq!(trainer.steps_taken(), 5);
     let resumed_weights = finish(&mut trainer, &options, &dir, &mut resumed)?;
@@ -118,6 +129,38 @@ fn a_resumed_run_of_adapters_takes_the_very_same_steps() -> Result<()> {
     let mut options = setup::options(&["--save-dtype", "f16"]);
     options.lora = Some(2);
     assert_resumed_run_is_the_same(&options)
+}
+
+#[test]
+fn a_resumed_run_in_bf16_takes_the_very_same_steps() -> Result<()> {
+    for lora in [None, Some(2)] {
+        let mut options = setup::options(&[]);
+        (options.lora, options.dtype) = (lora, Some(ComputeDtype::BF16));
+        assert_resumed_run_is_the_same(&options)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_resumed_run_computes_in_what_it_began_in_unless_told() -> Result<()> {
+    use ComputeDtype::{BF16, F32};
+    let mut options = setup::options(&[]);
+    for (began_in, asked, expected) in [
+        (None, None, F32),
+        (Some(BF16), None, BF16),
+        (Some(BF16), Some(F32), F32),
+        (Some(F32), Some(BF16), BF16),
+    ] {
+        options.dtype = began_in;
+        assert_eq!(options.compute_dtype(asked, &Device::Cpu)?, expected);
+    }
+    // A folder of before the type was saved.
+    let mut json = serde_json::to_value(&options)?;
+    assert_eq!(json["dtype"], "F32");
+    json.as_object_mut().map(|fields| fields.remove("dtype"));
+    let old: Options = serde_json::from_value(json)?;
+    assert_eq!(old.dtype, None);
+    Ok(())
 }
 
 #[test]
