@@ -463,10 +463,11 @@ fn a_run_continues_on_its_own_text_and_base_alone() -> Result<()> {
         let state = trainer.state()?;
         assert_eq!(refusal(&options, &state, |_| ())?, "");
 
-        let other_base = refusal(&options, &state, |checkpoint| {
+        let change_base = |checkpoint: &mut Checkpoint| {
             let norm = checkpoint.weights.get_mut("model.norm.weight").unwrap();
             *norm = (norm.clone() * 2.).unwrap();
-        })?;
+        };
+        let other_base = refusal(&options, &state, change_base)?;
         assert_eq!(
             other_base.contains("the model below the adapters"),
             lora.is_some()
@@ -477,6 +478,12 @@ fn a_run_continues_on_its_own_text_and_base_alone() -> Result<()> {
             ..options.clone()
         };
         assert!(refusal(&other_text, &state, |_| ())?.contains("the text is not"));
+        // As another model's tokenizer makes it.
+        let both = refusal(&other_text, &state, change_base)?;
+        assert_eq!(
+            both.contains("the model below the adapters"),
+            lora.is_some()
+        );
 
         for steps in [-1i64, options.steps as i64 + 1] {
             let mut state = state.clone();
