@@ -575,11 +575,51 @@ fn sizes_that_cannot_be_counted_and_texts_that_cannot_be_read_are_named() -> Res
             "{message}"
         );
     }
+    // A model of 2 blocks of 32 in the defaults of these tests.
+    for (flags, expected) in [
+        (&["--vocab", "999999999"][..], "got 32000018560"),
+        (
+            &["--layers", "10000000"],
+            "num_hidden_layers must be at most 4096, got 10000000",
+        ),
+        (
+            &["--hidden", "1000000000", "--heads", "1", "--kv-heads", "1"],
+            "a model of at most 4294967296 parameters is made, got 8000000709000000000",
+        ),
+        (
+            &["--positions", "1073741824"],
+            "at most 268435456, got 1073741824 x 8; lower --positions",
+        ),
+    ] {
+        let refused = setup::checkpoint(&setup::options(flags));
+        let message = refused
+            .err()
+            .map(|error| format!("{error:#}"))
+            .expect(expected);
+        assert!(message.contains(expected), "{message}");
+    }
     let missing = Path::new("no/such/text.txt").to_path_buf();
     let refused = scratch::checkpoint(&setup::options(&[]), &[missing]).err();
     assert!(
         refused.is_some_and(|error| format!("{error:#}").contains("cannot read no/such/text.txt"))
     );
+    Ok(())
+}
+
+#[test]
+fn the_parameters_of_a_new_model_are_those_of_its_weights() -> Result<()> {
+    let Checkpoint {
+        config, weights, ..
+    } = setup::checkpoint(&setup::options(&["--ffn", "80", "--kv-heads", "1"]))?;
+    let numbers: usize = weights.values().map(Tensor::elem_count).sum();
+    assert_eq!(scratch::parameters(&config), numbers as u128);
+    // More tokens than the text can make are no reason to fail.
+    let options = setup::options(&["--vocab", "1048576"]);
+    let text = TempDir::new()?;
+    let file = text.path().join("short.txt");
+    fs::write(&file, "to be or not to be")?;
+    let tokens = scratch::checkpoint(&options, &[file])?.config.vocab_size;
+    assert!((257..280).contains(&tokens), "{tokens}");
     Ok(())
 }
 
