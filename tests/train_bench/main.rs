@@ -258,6 +258,44 @@ fn a_search_that_ended_at_its_end_says_so() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn there_is_no_share_of_a_peak_that_is_not_known() -> Result<()> {
+    let size = ["--tokens", "32", "--steps", "1"];
+    let row = bench::run(tiny(32), &args(&size)?, &Device::Cpu)?;
+    let line = |more: &[&str]| -> Result<String> { Ok(Report::new(&args(more)?).line(&row)) };
+    // In a row the share is before the memory and the loss.
+    let share = |line: &str| line.split_whitespace().rev().nth(2).map(String::from);
+    assert_eq!(share(&line(&[])?).as_deref(), Some("-"));
+    let json: Value = serde_json::from_str(&line(&["--json"])?)?;
+    assert!(json["share_of_peak"].is_null() && json["tflops"].is_number());
+
+    let tflops = json["tflops"].as_f64().context("tflops")?;
+    let expected = format!("{:.3}", tflops / 0.5);
+    assert_eq!(share(&line(&["--peak", "0.5"])?), Some(expected));
+    let json: Value = serde_json::from_str(&line(&["--peak", "0.5", "--json"])?)?;
+    let share = json["share_of_peak"].as_f64().context("share")?;
+    assert!((share * 0.5 / tflops - 1.).abs() < 1e-12, "{json}");
+    Ok(())
+}
+
+#[test]
+fn negative_numbers_are_refused_by_name() {
+    for (flag, expected) in [
+        ("--seqlen", "expected a whole number of at least 1"),
+        ("--tokens", "expected a whole number of at least 1"),
+        ("--micro-tokens", "expected a whole number of at least 1"),
+        ("--steps", "expected a whole number of at least 1"),
+        ("--longest", "expected a whole number of at least 1"),
+        ("--peak", "must be a number above 0, got -1"),
+    ] {
+        let message = args(&[flag, "-1"]).expect_err(flag).to_string();
+        assert!(
+            message.contains(flag) && message.contains(expected),
+            "{message}"
+        );
+    }
+}
+
 /// Names of the command line.
 #[test]
 fn cases_are_named_as_in_the_records() {
