@@ -1,4 +1,4 @@
-//! What `--example train_bench` counts and decides.
+//! What `--example train_bench` counts and decides, and which rows `--example bench` times.
 
 #[path = "../../examples/train_bench/args.rs"]
 mod args;
@@ -27,6 +27,9 @@ mod profile;
 #[path = "../../examples/train_bench/report.rs"]
 #[expect(dead_code, reason = "nothing is printed here")]
 mod report;
+#[path = "../../examples/bench/rows.rs"]
+#[expect(dead_code, reason = "rows are chosen here and not timed")]
+mod rows;
 #[path = "../../examples/train_bench/shapes.rs"]
 mod shapes;
 #[path = "../../examples/train_bench/step.rs"]
@@ -47,6 +50,7 @@ use longest::{Found, longest};
 use model::{Attention, weight_shapes};
 use out_of_memory::is_out_of_memory;
 use report::Report;
+use rows::Rows;
 use shapes::{Case, Rates, Shape, operations};
 
 fn matrix_weights(shape: Shape, seqlen: usize) -> usize {
@@ -311,4 +315,16 @@ fn cases_are_named_as_in_the_records() {
     };
     assert_eq!(case.shape.config(case.seqlen).max_position_embeddings, 64);
     assert_eq!(case.attention.to_string(), "plain");
+}
+
+#[test]
+fn a_length_that_no_row_has_is_refused() -> Result<()> {
+    let sets = [Rows::Gqa, Rows::Tiny];
+    assert_eq!(rows::chosen(&sets, None)?.len(), 9);
+    let chosen = rows::chosen(&sets, Some(8192))?;
+    assert!(chosen.len() == 3 && chosen.iter().all(|row| row.seqlen_k == 8192));
+    let message = rows::chosen(&sets, Some(777)).expect_err("777").to_string();
+    let expected = "--length 777: no row has that many keys, expected one of {16, 2048, 4096, 8192";
+    assert!(message.starts_with(expected), "{message}");
+    Ok(())
 }
