@@ -111,7 +111,7 @@ pub fn flash_attn(
 /// above 1e30, a `softcap` that is not finite and positive or so small that `softmax_scale / softcap` is
 /// above 1e30, `alibi_slopes` of another dtype, device or shape or, on the CPU, with a value that is not
 /// finite or above 1e30 (on CUDA that would wait for the device). On CUDA also, after these: a batch, length
-/// or number of heads from 2^30 on, and whatever the device reports.
+/// or number of heads from 2^30 on, and whatever the device reports. On the CPU an output for which there is no memory.
 ///
 /// # Example
 ///

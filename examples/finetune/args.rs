@@ -2,12 +2,11 @@
 
 use std::path::PathBuf;
 
-use candle_core::DType;
-use clap::{Args as _, Command, Id, Parser, ValueEnum};
+use clap::{Args as _, Command, Id, Parser};
 
 use crate::cli::DeviceName;
 use crate::numbers::{at_least_one, at_least_zero};
-use crate::options::Options;
+use crate::options::{ComputeDtype, Options};
 
 /// Trains a Llama through this crate's attention: from a checkpoint or from random weights, all weights
 /// or low-rank adapters.
@@ -41,26 +40,10 @@ pub struct Args {
     #[arg(long, default_value_t = DeviceName::Cpu)]
     pub device: DeviceName,
 
-    /// What the model computes in; the optimiser keeps f32 [default: bf16 on cuda, f32 on cpu]
+    /// What the model computes in; the optimiser keeps f32 [default: of a resumed run what it began in, else bf16 on
+    /// cuda, f32 on cpu]
     #[arg(long, value_enum)]
     pub dtype: Option<ComputeDtype>,
-}
-
-/// F16 is not among them: its gradients underflow unless the loss is scaled.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-pub enum ComputeDtype {
-    F32,
-    #[value(name = "bf16")]
-    BF16,
-}
-
-impl ComputeDtype {
-    pub fn dtype(self) -> DType {
-        match self {
-            Self::F32 => DType::F32,
-            Self::BF16 => DType::BF16,
-        }
-    }
 }
 
 /// The arguments that a resumed run takes from its folder or has no use for.

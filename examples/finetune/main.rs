@@ -26,6 +26,7 @@ mod numbers;
 mod options;
 #[path = "../common/out_of_memory.rs"]
 mod out_of_memory;
+mod output;
 mod plot;
 mod run;
 mod run_dir;
@@ -54,6 +55,7 @@ use gpu_memory::GpuMemory;
 use losses::Row;
 use model::KvCache;
 use options::Options;
+use output::Output;
 use run_dir::RunDir;
 use trainer::Trainer;
 
@@ -63,19 +65,14 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<()> {
     let device = args.device.open()?;
-    let dtype = match args.dtype {
-        Some(dtype) => dtype.dtype(),
-        None if device.is_cuda() => DType::BF16,
-        None => DType::F32,
-    };
     let gpu_memory = GpuMemory::of(&device)?;
-    let mut out = stdout().lock();
+    let mut out = Output(stdout().lock());
     if let Some(file) = &args.plot {
         plot::check(file, args.out.as_deref())?;
     }
 
     // 1. What to train, on what, and where to.
-    let (resumed, options) = match &args.resume {
+    let (resumed, mut options) = match &args.resume {
         Some(path) => {
             let (dir, options) = RunDir::open(path)?;
             (Some(dir), options)
@@ -83,6 +80,9 @@ fn run(args: &Args) -> Result<()> {
         None => (None, with_absolute_paths(args.options.clone())?),
     };
     options.check()?;
+    let chosen = options.compute_dtype(args.dtype, &device)?;
+    let began_in = options.dtype.replace(chosen);
+    let dtype = chosen.dtype();
     let texts = match &options.text[..] {
         [] => data::texts().to_vec(),
         texts => texts.to_vec(),
@@ -119,6 +119,14 @@ fn run(args: &Args) -> Result<()> {
         Some(dir) => dir.restore(&mut trainer, &device)?,
         None => vec![],
     };
+    if let Some(began_in) = began_in.filter(|&began_in| began_in != chosen) {
+        writeln!(
+            out,
+            "--dtype {}: the run began in {}",
+            dtype.as_str(),
+            began_in.dtype().as_str()
+        )?;
+    }
     describe(
         &options,
         &trainer,

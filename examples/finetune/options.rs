@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
-use candle_core::DType;
+use candle_core::{DType, Device};
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
@@ -98,6 +98,12 @@ pub struct Options {
     /// Seed of random weights and of the choice of sequences
     #[arg(long, default_value_t = 1, allow_negative_numbers = true)]
     pub seed: u64,
+
+    /// What the model computes in, as [`Options::compute_dtype`] chose it; absent in runs that were started before it
+    /// was saved.
+    #[arg(skip)]
+    #[serde(default)]
+    pub dtype: Option<ComputeDtype>,
 }
 
 /// The model that `--scratch` makes; the defaults are those of the one in `examples/data`.
@@ -140,6 +146,23 @@ pub enum LoraOn {
     QV,
     /// All seven projections of each block
     All,
+}
+
+/// What the model computes in. F16 is not among them: its gradients underflow unless the loss is scaled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+pub enum ComputeDtype {
+    F32,
+    #[value(name = "bf16")]
+    BF16,
+}
+
+impl ComputeDtype {
+    pub fn dtype(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::BF16 => DType::BF16,
+        }
+    }
 }
 
 /// The type of the weights in `model.safetensors`.
@@ -239,6 +262,29 @@ impl Options {
             self.held_out
         );
         Ok(())
+    }
+
+    /// What the model computes in on `device`: what is asked for, or else what the run began in, or else what suits the
+    /// device.
+    pub fn compute_dtype(
+        &self,
+        asked: Option<ComputeDtype>,
+        device: &Device,
+    ) -> Result<ComputeDtype> {
+        let of_device = match device {
+            Device::Cpu => ComputeDtype::F32,
+            _ => ComputeDtype::BF16,
+        };
+        let dtype = asked.or(self.dtype).unwrap_or(of_device);
+        ensure!(
+            device.is_cpu() || dtype == ComputeDtype::BF16 || self.attention == Attention::Plain,
+            "flash attention computes in bf16 on cuda, got f32{}; give --dtype bf16",
+            match asked {
+                Some(_) => "",
+                None => ", which the run began in",
+            }
+        );
+        Ok(dtype)
     }
 
     /// The learning rate of a step, counted from 0.

@@ -7,28 +7,29 @@ use clap::Parser;
 use crate::cli::DeviceName;
 use crate::model::Attention;
 use crate::numbers::at_least_one;
-use crate::shapes::Shape;
+use crate::shapes::{OPERATIONS, Shape};
 
 /// Times training steps of models in published shapes.
 #[derive(Debug, Parser)]
+#[command(after_help = OPERATIONS)]
 pub struct Args {
     /// [default: gpt3-1.3b,gpt3-2.7b,llama-3.2-1b on cuda, tiny on cpu]
     #[arg(long, value_enum, value_delimiter = ',')]
     pub model: Vec<Shape>,
 
     /// Contexts [default: 2048,4096,8192,16384,32768 on cuda, 512,2048 on cpu]
-    #[arg(long, value_delimiter = ',', value_parser = at_least_one)]
+    #[arg(long, value_delimiter = ',', value_parser = at_least_one, allow_negative_numbers = true)]
     pub seqlen: Vec<usize>,
 
     #[arg(long, value_enum, value_delimiter = ',', default_value = "flash,plain")]
     pub attention: Vec<Attention>,
 
     /// Tokens of a step, rounded down to whole micro-batches [default: 32768 on cuda, 4096 on cpu]
-    #[arg(long, value_parser = at_least_one)]
+    #[arg(long, value_parser = at_least_one, allow_negative_numbers = true)]
     tokens: Option<usize>,
 
     /// Tokens of a micro-batch, or one sequence where that is longer; halved until it fits [default: --tokens]
-    #[arg(long, value_parser = at_least_one)]
+    #[arg(long, value_parser = at_least_one, allow_negative_numbers = true)]
     micro_tokens: Option<usize>,
 
     /// Keep each block's input alone for the backward and compute its inside again
@@ -36,12 +37,12 @@ pub struct Args {
     pub recompute: bool,
 
     /// Steps that are timed, after one that is not
-    #[arg(long, default_value_t = 4, value_parser = at_least_one)]
+    #[arg(long, default_value_t = 4, value_parser = at_least_one, allow_negative_numbers = true)]
     pub steps: usize,
 
-    /// TFLOP/s of the GPU's matrix units; the default is that of H100 and H200 for dense bf16
-    #[arg(long, default_value_t = 989.)]
-    pub peak: f64,
+    /// TFLOP/s that the share is of [default: 989 on cuda, that of H100 and H200 for dense bf16; none on cpu]
+    #[arg(long, allow_negative_numbers = true)]
+    pub peak: Option<f64>,
 
     /// Time the parts of a step instead
     #[arg(long)]
@@ -53,6 +54,7 @@ pub struct Args {
         long,
         value_name = "N",
         value_parser = at_least_one,
+        allow_negative_numbers = true,
         conflicts_with_all = ["profile", "steps", "tokens", "micro_tokens"]
     )]
     pub longest: Option<usize>,
@@ -106,11 +108,13 @@ impl Args {
                 "--seqlen, --tokens and --micro-tokens must be at most {MOST_TOKENS}, got {size}"
             );
         }
-        ensure!(
-            self.peak.is_finite() && self.peak > 0.,
-            "--peak must be a number above 0, got {}",
-            self.peak
-        );
+        self.peak = self.peak.or((!is_cpu).then_some(989.));
+        if let Some(peak) = self.peak {
+            ensure!(
+                peak.is_finite() && peak > 0.,
+                "--peak must be a number above 0, got {peak}"
+            );
+        }
         Ok(self)
     }
 

@@ -8,12 +8,13 @@ use serde_json::json;
 use crate::Args;
 use crate::bench::Row;
 use crate::profile::Profile;
-use crate::shapes::{Case, Rates};
+use crate::shapes::{Case, OPERATIONS, Rates};
 
 pub struct Report {
     json: bool,
     recompute: bool,
-    peak: f64,
+    /// TFLOP/s that the share is of.
+    peak: Option<f64>,
 }
 
 impl Report {
@@ -28,6 +29,7 @@ impl Report {
     /// The head of the table of rows.
     pub fn header(&self) -> Result<()> {
         if !self.json {
+            writeln!(stdout(), "{OPERATIONS}")?;
             writeln!(
                 stdout(),
                 "{:13} {:9} {:>7} {:>11} {:>9} {:>9} {:>8} {:>6} {:>9} {:>7}",
@@ -64,7 +66,7 @@ impl Report {
             tokens_per_second,
             tflops,
         } = figures.rates;
-        let share = tflops / self.peak;
+        let share = self.peak.map(|peak| tflops / peak);
         let gib = figures
             .peak_bytes
             .map(|bytes| bytes as f64 / (1u64 << 30) as f64);
@@ -89,13 +91,14 @@ impl Report {
             return line.to_string();
         }
         let batch = format!("{} x {}", figures.micro_batches, figures.batch);
+        let share = share.map_or("-".to_string(), |share| format!("{share:.3}"));
         let gib = gib.map_or("-".to_string(), |gib| format!("{gib:.1}"));
         let note = match row.at_least {
             true => "  and more: the search ended there",
             false => "",
         };
         format!(
-            "{shape:13} {attention:9} {seqlen:7} {batch:>11} {:9.3} {tokens_per_second:9.0} {tflops:8.1} {share:6.3} {gib:>9} {:7.3}{note}",
+            "{shape:13} {attention:9} {seqlen:7} {batch:>11} {:9.3} {tokens_per_second:9.0} {tflops:8.1} {share:>6} {gib:>9} {:7.3}{note}",
             figures.seconds_per_step, figures.loss
         )
     }

@@ -104,6 +104,11 @@ struct Sizes {
     vocab: usize,
 }
 
+/// What [`operations`] counts, for those who read the figures.
+pub const OPERATIONS: &str = "\
+TFLOP/s is (6 * weights + 12 * layers * hidden_size * context / 2) * tokens/s / 1e12: weights are those of all matrices,
+the embedding once; attention is halved since it is causal; what is computed again in the backward does not count.";
+
 /// Floating-point operations of forward and backward on `tokens` tokens in sequences of `seqlen`:
 /// `6 * weights * tokens + 12 * layers * hidden_size * seqlen * tokens / 2`.
 ///

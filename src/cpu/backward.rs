@@ -27,13 +27,15 @@
 //!
 //! [`backward_tile`](super::backward_tile) holds the steps on one pair of tiles.
 
+use candle_core::Result;
+
 use super::backward_tile::{LoadKeys, Rows, Scratch, Step};
 use super::delta::row_sums;
 use super::element::Element;
 use super::rows::{RowTiling, Scaling, View};
 use super::simd::arch;
 use super::turns::Turns;
-use super::{SharedSlice, for_each_item, multiply_adds};
+use super::{SharedSlice, for_each_item, multiply_adds, zeros};
 use crate::params::AttnParams;
 
 /// (rows, keys) of a tile: the ten tiles of the scratch stay within 512 KiB up to head_dim 128 in f32.
@@ -54,7 +56,7 @@ pub(crate) fn backward<E: Element>(
     out: View<'_, E>,
     dout: View<'_, E>,
     stats: &[E::Acc],
-) -> [Vec<E>; 3] {
+) -> Result<[Vec<E>; 3]> {
     let AttnParams {
         batch,
         seqlen_q,
@@ -64,14 +66,14 @@ pub(crate) fn backward<E: Element>(
         head_dim,
         ..
     } = *params;
-    let mut dq: Vec<E::Acc> = bytemuck::zeroed_vec(batch * seqlen_q * num_heads * head_dim);
-    let mut dk: Vec<E> = bytemuck::zeroed_vec(batch * seqlen_k * num_kv_heads * head_dim);
-    let mut dv: Vec<E> = bytemuck::zeroed_vec(dk.len());
+    let mut dq: Vec<E::Acc> = zeros("dq", batch * seqlen_q * num_heads * head_dim)?;
+    let mut dk: Vec<E> = zeros("dk", batch * seqlen_k * num_kv_heads * head_dim)?;
+    let mut dv: Vec<E> = zeros("dv", dk.len())?;
     if dq.is_empty() || dk.is_empty() {
-        return [E::narrow_all(dq), dk, dv];
+        return Ok([E::narrow_all(dq)?, dk, dv]);
     }
 
-    let delta = row_sums(params, out, dout);
+    let delta = row_sums(params, out, dout)?;
     let (tile_m, tile_n) = tile_sizes::<E::Acc>(head_dim);
     let tiling = RowTiling::new(params, tile_m);
     let scaling = Scaling::<E::Acc>::new(params);
@@ -157,5 +159,5 @@ pub(crate) fn backward<E: Element>(
             }
         },
     );
-    [E::narrow_all(dq), dk, dv]
+    Ok([E::narrow_all(dq)?, dk, dv])
 }

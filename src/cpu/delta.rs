@@ -2,13 +2,14 @@
 
 use std::ops::Range;
 
+use candle_core::Result;
 use pulp::{Simd, WithSimd};
 
 use super::buffer::{TRANSPOSED_ROWS, Tile};
 use super::element::Element;
 use super::rows::View;
 use super::simd::{Real, arch};
-use super::{SharedSlice, for_each_item};
+use super::{SharedSlice, for_each_item, zeros};
 use crate::params::AttnParams;
 
 /// `delta = rowsum(dout * out)`, `(batch, num_heads, seqlen_q)`.
@@ -16,7 +17,7 @@ pub(crate) fn row_sums<E: Element>(
     params: &AttnParams,
     out: View<'_, E>,
     dout: View<'_, E>,
-) -> Vec<E::Acc> {
+) -> Result<Vec<E::Acc>> {
     let AttnParams {
         batch,
         seqlen_q,
@@ -24,7 +25,7 @@ pub(crate) fn row_sums<E: Element>(
         head_dim,
         ..
     } = *params;
-    let mut delta = vec![E::Acc::ZERO; batch * num_heads * seqlen_q];
+    let mut delta = zeros("delta", batch * num_heads * seqlen_q)?;
     let shared = SharedSlice::new(&mut delta);
     let blocks = seqlen_q.div_ceil(TRANSPOSED_ROWS);
     for_each_item(
@@ -49,7 +50,7 @@ pub(crate) fn row_sums<E: Element>(
             });
         },
     );
-    delta
+    Ok(delta)
 }
 
 struct RowSumScratch<T> {

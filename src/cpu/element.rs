@@ -10,6 +10,7 @@ use rayon::prelude::*;
 use super::simd::Real;
 #[cfg(target_arch = "x86_64")]
 use super::simd::avx512;
+use super::zeros;
 
 /// A type that tensors hold. Arithmetic is done in `Acc`.
 pub(crate) trait Element: WithDType + Pod {
@@ -28,7 +29,7 @@ pub(crate) trait Element: WithDType + Pod {
     /// Rounds a row to the storage type; lengths are equal.
     fn narrow(row: &[Self::Acc], out: &mut [Self]);
     /// Rounds a whole gradient; the identity where `Acc` is the storage type.
-    fn narrow_all(values: Vec<Self::Acc>) -> Vec<Self>;
+    fn narrow_all(values: Vec<Self::Acc>) -> Result<Vec<Self>>;
     /// Converts one number.
     fn to_acc(self) -> Self::Acc;
     /// Wraps a vector of accumulators as storage of their own type.
@@ -53,8 +54,8 @@ macro_rules! impl_element {
                 let narrow: fn(&[Self::Acc], &mut [Self]) = $narrow;
                 narrow(row, out)
             }
-            fn narrow_all(values: Vec<Self::Acc>) -> Vec<Self> {
-                let narrow_all: fn(Vec<Self::Acc>) -> Vec<Self> = $narrow_all;
+            fn narrow_all(values: Vec<Self::Acc>) -> Result<Vec<Self>> {
+                let narrow_all: fn(Vec<Self::Acc>) -> Result<Vec<Self>> = $narrow_all;
                 narrow_all(values)
             }
             #[inline(always)]
@@ -76,12 +77,12 @@ macro_rules! impl_element {
 impl_element!(f32, f32, F32,
     widen: |row, out| out.copy_from_slice(row),
     narrow: |row, out| out.copy_from_slice(row),
-    narrow_all: |values| values,
+    narrow_all: Ok,
     to_acc: |x| x);
 impl_element!(f64, f64, F64,
     widen: |row, out| out.copy_from_slice(row),
     narrow: |row, out| out.copy_from_slice(row),
-    narrow_all: |values| values,
+    narrow_all: Ok,
     to_acc: |x| x);
 impl_element!(f16, f32, F32,
 widen: |row, out| {
@@ -142,11 +143,11 @@ fn bf16_to_f32(x: bf16) -> f32 {
 }
 
 /// Rounds on all threads of the current rayon pool.
-fn narrow_in_parallel<E: Element>(values: Vec<E::Acc>) -> Vec<E> {
+fn narrow_in_parallel<E: Element>(values: Vec<E::Acc>) -> Result<Vec<E>> {
     const CHUNK: usize = 1 << 16;
-    let mut out: Vec<E> = bytemuck::zeroed_vec(values.len());
+    let mut out: Vec<E> = zeros("the rounded dq", values.len())?;
     out.par_chunks_mut(CHUNK)
         .zip(values.par_chunks(CHUNK))
         .for_each(|(out, values)| E::narrow(values, out));
-    out
+    Ok(out)
 }

@@ -7,13 +7,15 @@
 //! Where that makes few items, the keys are split as well, by a rule that looks at the shape only; the
 //! parts are put together in order, so the result does not depend on the threads.
 
+use candle_core::Result;
+
 use super::decode;
 use super::element::Element;
 use super::forward_tile::{Attend, Scratch};
 use super::parts::{Partial, combine, finish_row};
 use super::rows::{RowTile, RowTiling, View};
 use super::simd::{Real, arch};
-use super::{SharedSlice, for_each_item, multiply_adds};
+use super::{SharedSlice, for_each_item, multiply_adds, zeros};
 use crate::params::AttnParams;
 
 /// (rows, keys) of a tile. q_t, out, k, v and the scores stay within 512 KiB, the smallest L2 of the
@@ -44,7 +46,7 @@ pub(crate) fn forward<E: Element>(
     k: View<'_, E>,
     v: View<'_, E>,
     for_backward: bool,
-) -> (Vec<E>, Vec<E::Acc>) {
+) -> Result<(Vec<E>, Vec<E::Acc>)> {
     let AttnParams {
         batch,
         seqlen_q,
@@ -55,10 +57,11 @@ pub(crate) fn forward<E: Element>(
         ..
     } = *params;
     let stats_len = batch * num_heads * seqlen_q;
-    let mut out: Vec<E> = bytemuck::zeroed_vec(stats_len * head_dim);
-    let mut stats = vec![E::Acc::NEG_INFINITY; 2 * stats_len];
+    let mut out: Vec<E> = zeros("out", stats_len * head_dim)?;
+    let mut stats: Vec<E::Acc> = zeros("the statistics", 2 * stats_len)?;
+    stats.fill(E::Acc::NEG_INFINITY);
     if stats_len == 0 || seqlen_k == 0 {
-        return (out, stats);
+        return Ok((out, stats));
     }
 
     let (tile_m, tile_n) = tile_sizes::<E::Acc>(head_dim);
@@ -79,7 +82,7 @@ pub(crate) fn forward<E: Element>(
     let items_of_sequence = tiles_of_sequence.div_ceil(tiles_of_item);
 
     let mut partial =
-        Partial::<E::Acc>::new(if parts > 1 { parts * stats_len } else { 0 }, head_dim);
+        Partial::<E::Acc>::new(if parts > 1 { parts * stats_len } else { 0 }, head_dim)?;
     let shared_out = SharedSlice::new(&mut out);
     let shared_stats = SharedSlice::new(&mut stats);
     let shared_partial = partial.share();
@@ -148,5 +151,5 @@ pub(crate) fn forward<E: Element>(
     if parts > 1 {
         combine::<E>(params, parts, &partial, &mut out, &mut stats);
     }
-    (out, stats)
+    Ok((out, stats))
 }

@@ -27,6 +27,7 @@ mod turns;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use bytemuck::Zeroable;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor, bail};
 use half::{bf16, f16};
@@ -72,6 +73,7 @@ pub(crate) fn forward(
     v: Input<'_>,
     for_backward: bool,
 ) -> Result<ForwardOutput> {
+    simd::check_variable()?;
     for_dtype!(q.0.dtype(), forward_typed(params, q, k, v, for_backward))
 }
 
@@ -88,7 +90,7 @@ fn forward_typed<E: Element>(
         View::new(k)?,
         View::new(v)?,
         for_backward,
-    );
+    )?;
     Ok(ForwardOutput {
         out: E::to_cpu_storage_owned(out),
         stats: E::acc_storage(stats),
@@ -119,6 +121,7 @@ pub(crate) fn backward(
     dout: &Tensor,
     stats: &Tensor,
 ) -> Result<[Tensor; 3]> {
+    simd::check_variable()?;
     for_dtype!(
         q.dtype(),
         backward_typed(params, [q, k, v, out, dout], stats)
@@ -141,7 +144,7 @@ fn backward_typed<E: Element>(
         View::new((cpu_storage(&out.0)?, out.1))?,
         View::new((cpu_storage(&dout.0)?, dout.1))?,
         E::acc_slice(cpu_storage(&stats)?)?,
-    );
+    )?;
     let [dq, dk, dv] = grads;
     let device = tensors[0].device();
     Ok([
@@ -157,6 +160,18 @@ pub(crate) fn cpu_storage(storage: &Storage) -> Result<&CpuStorage> {
         other => bail!(
             "flash_attn: expected a tensor on the CPU, got one on {:?}",
             other.device().location()
+        ),
+    }
+}
+
+/// `count` zeros to become `name`. Inputs that are expanded take little memory, so what comes of them can be more than
+/// there is.
+fn zeros<T: Zeroable>(name: &str, count: usize) -> Result<Vec<T>> {
+    match bytemuck::try_zeroed_vec(count) {
+        Ok(zeros) => Ok(zeros),
+        Err(()) => bail!(
+            "flash_attn: cannot allocate {} bytes for {name}",
+            count.saturating_mul(size_of::<T>())
         ),
     }
 }
@@ -238,5 +253,47 @@ impl<T> SharedSlice<T> {
         assert!(start + len <= self.len);
         // SAFETY: in bounds by the assert; alive and exclusive by the contract above.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Var};
+
+    use super::*;
+    use crate::{AttnOptions, flash_attn_with};
+
+    /// The largest tensors that the op admits: more memory than a process can address.
+    const MOST_NUMBERS: usize = 1 << 44;
+
+    #[test]
+    fn an_output_without_memory_is_an_error() -> Result<()> {
+        let row = Tensor::ones((1, 1, 1, 2048), DType::F64, &Device::Cpu)?;
+        let q = row.broadcast_as((1, (1 << 22) - 1, 2048, 2048))?;
+        let out = flash_attn_with(&q, &row, &row, &AttnOptions::default());
+        let expected = format!(
+            "cannot allocate {} bytes for out",
+            8 * (MOST_NUMBERS - (1 << 22))
+        );
+        let message = out.unwrap_err().to_string();
+        assert!(message.contains(&expected), "{message}");
+        Ok(())
+    }
+
+    #[test]
+    fn a_gradient_without_memory_is_an_error() -> Result<()> {
+        let row = Var::ones((1, 1, 1, 2048), DType::F64, &Device::Cpu)?;
+        let k = row.broadcast_as((1, (1 << 33) - 1, 1, 2048))?;
+        // Of all keys the row sees the last.
+        let options = AttnOptions {
+            causal: true,
+            window_left: Some(0),
+            ..AttnOptions::default()
+        };
+        let grads = flash_attn_with(&row, &k, &k, &options)?.backward();
+        let expected = format!("cannot allocate {} bytes for dk", 8 * (MOST_NUMBERS - 2048));
+        let message = grads.map(|_| ()).unwrap_err().to_string();
+        assert!(message.contains(&expected), "{message}");
+        Ok(())
     }
 }

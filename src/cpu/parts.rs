@@ -1,9 +1,11 @@
 //! The end of a row: the division by its sum, and before that, where its keys were split, the sum of
 //! its parts.
 
-use super::SharedSlice;
+use candle_core::Result;
+
 use super::element::Element;
 use super::simd::Real;
+use super::{SharedSlice, zeros};
 use crate::params::AttnParams;
 
 /// Divides by the row's sum, rounds, and stores out and the statistics of one row.
@@ -43,12 +45,14 @@ pub(crate) struct Partial<T> {
 }
 
 impl<T: Real> Partial<T> {
-    pub(crate) fn new(rows: usize, head_dim: usize) -> Self {
-        Self {
-            out: bytemuck::zeroed_vec(rows * head_dim),
-            max: vec![T::NEG_INFINITY; rows],
-            sum: vec![T::ZERO; rows],
-        }
+    pub(crate) fn new(rows: usize, head_dim: usize) -> Result<Self> {
+        let mut max: Vec<T> = zeros("the parts' maxima", rows)?;
+        max.fill(T::NEG_INFINITY);
+        Ok(Self {
+            out: zeros("the parts of out", rows * head_dim)?,
+            max,
+            sum: zeros("the parts' sums", rows)?,
+        })
     }
 
     pub(crate) fn share(&mut self) -> SharedPartial<T> {

@@ -7,23 +7,54 @@
 use std::any::{Any, TypeId};
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::__m512;
+use std::ffi::OsString;
 use std::ops::{Add, AddAssign, Div, Mul, Sub};
 use std::sync::OnceLock;
 
 use bytemuck::Pod;
+use candle_core::{Result, bail};
 use pulp::{Arch, Simd};
 
 /// The instruction set to run on: the best that the machine has, detected once.
 ///
 /// `CANDLE_FLASH_GQA_SIMD=avx2` or `scalar` asks for a lesser one, to test and to compare.
 pub(crate) fn arch() -> Arch {
-    static ARCH: OnceLock<Arch> = OnceLock::new();
-    *ARCH.get_or_init(|| match std::env::var("CANDLE_FLASH_GQA_SIMD").as_deref() {
-        Ok("scalar") => Arch::Scalar,
-        #[cfg(target_arch = "x86_64")]
-        Ok("avx2") => pulp::x86::V3::try_new().map_or_else(Arch::new, Arch::V3),
-        _ => Arch::new(),
+    match chosen() {
+        Ok(arch) => *arch,
+        // Of which `check_variable` has told the caller.
+        Err(_) => Arch::new(),
+    }
+}
+
+/// Refuses a `CANDLE_FLASH_GQA_SIMD` that names no instruction set.
+pub(crate) fn check_variable() -> Result<()> {
+    match chosen() {
+        Ok(_) => Ok(()),
+        Err(name) => {
+            bail!("CANDLE_FLASH_GQA_SIMD must be avx2, scalar or not set, got {name:?}")
+        }
+    }
+}
+
+fn chosen() -> &'static std::result::Result<Arch, OsString> {
+    static CHOSEN: OnceLock<std::result::Result<Arch, OsString>> = OnceLock::new();
+    CHOSEN.get_or_init(|| {
+        match std::env::var_os("CANDLE_FLASH_GQA_SIMD").filter(|name| !name.is_empty()) {
+            None => Ok(Arch::new()),
+            Some(name) if name == "scalar" => Ok(Arch::Scalar),
+            Some(name) if name == "avx2" => Ok(avx2()),
+            Some(name) => Err(name),
+        }
     })
+}
+
+/// AVX2, or on a machine without it the best that it has.
+fn avx2() -> Arch {
+    #[cfg(target_arch = "x86_64")]
+    if let Some(avx2) = pulp::x86::V3::try_new() {
+        return Arch::V3(avx2);
+    }
+    Arch::new()
 }
 
 /// An accumulation type.

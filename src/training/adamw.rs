@@ -16,7 +16,8 @@ pub struct AdamWOptions {
     pub beta1: f64,
     /// How much of the second moment is kept, at least 0 and below 1.
     pub beta2: f64,
-    /// Added to the root of the second moment, at least 0.
+    /// Added to the root of the second moment, at least 0. With 0, a number whose gradients were all 0 becomes
+    /// `0 / 0`, NaN.
     pub eps: f64,
     /// The share of the weight that a step at learning rate 1 takes away.
     pub weight_decay: f64,

@@ -17,7 +17,7 @@ use crate::cuda;
 ///
 /// * `x`: `(.., cols)`, at least one dimension.
 /// * `weight`: `(cols)`.
-/// * `eps`: keeps a row of zeros from a division by 0.
+/// * `eps`: keeps a row of zeros from a division by 0; finite and at least 0.
 ///
 /// # Returns
 ///
@@ -26,7 +26,7 @@ use crate::cuda;
 /// # Errors
 ///
 /// A last dimension that is 0 or absent, a `weight` of another shape, dtypes or devices that differ, a device
-/// or dtype without kernels.
+/// or dtype without kernels, an `eps` out of its range.
 ///
 /// # References
 ///
@@ -44,6 +44,9 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor> {
     }
     check::alike("rms_norm", ("x", x), &[("weight", weight)])?;
     check::has_kernel("rms_norm", x)?;
+    if !(eps >= 0. && eps.is_finite()) {
+        bail!("rms_norm: eps must be finite and at least 0, got {eps:e}");
+    }
     let op = RmsNorm {
         eps,
         rstd: Kept::default(),
@@ -101,5 +104,26 @@ impl CustomOp2 for RmsNorm {
         let dx = || on_device!(x.device(), rms_norm::dx(x, weight, rstd, dout));
         let dweight = || on_device!(x.device(), rms_norm::dweight(x, rstd, dout));
         Ok((if_tracked(x, dx)?, if_tracked(weight, dweight)?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+
+    use super::*;
+
+    #[test]
+    fn an_eps_that_is_negative_or_not_finite_is_refused() -> Result<()> {
+        let (x, weight) = (
+            Tensor::ones((2, 8), DType::F32, &Device::Cpu)?,
+            Tensor::ones(8, DType::F32, &Device::Cpu)?,
+        );
+        for eps in [-1e-6, f32::NAN, f32::INFINITY] {
+            let message = rms_norm(&x, &weight, eps).unwrap_err().to_string();
+            let expected = format!("eps must be finite and at least 0, got {eps:e}");
+            assert!(message.contains(&expected), "{message}");
+        }
+        rms_norm(&x, &weight, 0.).map(|_| ())
     }
 }

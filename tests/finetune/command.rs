@@ -1,5 +1,6 @@
 //! The command line, and `--compare`.
 
+use std::io::{self, ErrorKind, Write};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -8,6 +9,7 @@ use clap::Parser;
 use crate::args::Args;
 use crate::compare::{compare, seconds_after_the_first};
 use crate::options::Options;
+use crate::output::Output;
 use crate::setup;
 
 fn refusal(args: &[&str]) -> String {
@@ -32,6 +34,27 @@ fn a_resumed_run_takes_neither_options_nor_a_comparison() {
     }
     assert_eq!(refusal(&["--resume", "run", "--save-every", "5"]), "");
     assert_eq!(refusal(&["--out", "run", "--compare", "3"]), "");
+}
+
+/// Fails as what is written to whoever has gone away.
+struct Failing(ErrorKind);
+
+impl Write for Failing {
+    fn write(&mut self, _: &[u8]) -> io::Result<usize> {
+        Err(self.0.into())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Err(self.0.into())
+    }
+}
+
+#[test]
+fn a_run_goes_on_when_nobody_reads_what_it_prints() {
+    let mut unread = Output(Failing(ErrorKind::BrokenPipe));
+    assert!(writeln!(unread, "step 0").is_ok() && unread.flush().is_ok());
+    let mut full = Output(Failing(ErrorKind::StorageFull));
+    assert!(writeln!(full, "step 0").is_err() && full.flush().is_err());
 }
 
 #[test]

@@ -2,7 +2,6 @@
 //! adapters, and what happens when the loss is no longer a number.
 
 #[path = "../../examples/finetune/args.rs"]
-#[expect(dead_code, reason = "what is done with them is tested piece by piece")]
 mod args;
 #[path = "../../examples/finetune/batches.rs"]
 mod batches;
@@ -31,6 +30,8 @@ mod numbers;
 mod options;
 #[path = "../../examples/common/out_of_memory.rs"]
 mod out_of_memory;
+#[path = "../../examples/finetune/output.rs"]
+mod output;
 #[path = "../../examples/finetune/plot.rs"]
 mod plot;
 mod resumed;

@@ -13,7 +13,7 @@ use crate::checkpoint::Checkpoint;
 use crate::generate::{Generation, feed};
 use crate::losses::{self, Row};
 use crate::model::{Attention, KvCache, Llama};
-use crate::options::{LoraOn, Options};
+use crate::options::{ComputeDtype, LoraOn, Options};
 use crate::plot;
 use crate::run;
 use crate::run_dir::RunDir;
@@ -65,19 +65,30 @@ fn finish(
         .parameters()
         .vars()
         .iter()
-        .map(|(name, var)| Ok((name.clone(), var.flatten_all()?.to_vec1()?)))
+        .map(|(name, var)| {
+            let values = var.flatten_all()?.to_dtype(DType::F32)?.to_vec1()?;
+            Ok((name.clone(), values))
+        })
         .collect()
+}
+
+/// Where a run on the CPU computes that nobody says more of.
+fn place_of(options: &Options) -> Result<Place> {
+    let device = Device::Cpu;
+    let dtype = options.compute_dtype(None, &device)?.dtype();
+    Ok(Place { device, dtype })
 }
 
 fn assert_resumed_run_is_the_same(options: &Options) -> Result<()> {
     let folder = TempDir::new()?;
-    let (mut trainer, dir) = start(&folder.path().join("whole"), options)?;
+    let place = place_of(options)?;
+    let (mut trainer, dir) = start_in(&place, &folder.path().join("whole"), options)?;
     let mut rows = vec![];
     let weights = finish(&mut trainer, options, &dir, &mut rows)?;
 
     // Stopped in step 8, so what was saved is step 5.
     let path = folder.path().join("interrupted");
-    let (mut trainer, dir) = start(&path, options)?;
+    let (mut trainer, dir) = start_in(&place, &path, options)?;
     let stopped = Options {
         steps: 5,
         ..options.clone()
@@ -99,7 +110,7 @@ fn assert_resumed_run_is_the_same(options: &Options) -> Result<()> {
     drop(trainer);
 
     let (dir, options) = RunDir::open(&path)?;
-    let (mut trainer, mut resumed) = resume_in(&CPU_F32, &dir, &options)?;
+    let (mut trainer, mut resumed) = resume_in(&place_of(&options)?, &dir, &options)?;
     assert_eq!(resumed, first_rows);
     assert_eq!(trainer.steps_taken(), 5);
     let resumed_weights = finish(&mut trainer, &options, &dir, &mut resumed)?;
@@ -118,6 +129,38 @@ fn a_resumed_run_of_adapters_takes_the_very_same_steps() -> Result<()> {
     let mut options = setup::options(&["--save-dtype", "f16"]);
     options.lora = Some(2);
     assert_resumed_run_is_the_same(&options)
+}
+
+#[test]
+fn a_resumed_run_in_bf16_takes_the_very_same_steps() -> Result<()> {
+    for lora in [None, Some(2)] {
+        let mut options = setup::options(&[]);
+        (options.lora, options.dtype) = (lora, Some(ComputeDtype::BF16));
+        assert_resumed_run_is_the_same(&options)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_resumed_run_computes_in_what_it_began_in_unless_told() -> Result<()> {
+    use ComputeDtype::{BF16, F32};
+    let mut options = setup::options(&[]);
+    for (began_in, asked, expected) in [
+        (None, None, F32),
+        (Some(BF16), None, BF16),
+        (Some(BF16), Some(F32), F32),
+        (Some(F32), Some(BF16), BF16),
+    ] {
+        options.dtype = began_in;
+        assert_eq!(options.compute_dtype(asked, &Device::Cpu)?, expected);
+    }
+    // A folder of before the type was saved.
+    let mut json = serde_json::to_value(&options)?;
+    assert_eq!(json["dtype"], "F32");
+    json.as_object_mut().map(|fields| fields.remove("dtype"));
+    let old: Options = serde_json::from_value(json)?;
+    assert_eq!(old.dtype, None);
+    Ok(())
 }
 
 #[test]
@@ -420,10 +463,11 @@ fn a_run_continues_on_its_own_text_and_base_alone() -> Result<()> {
         let state = trainer.state()?;
         assert_eq!(refusal(&options, &state, |_| ())?, "");
 
-        let other_base = refusal(&options, &state, |checkpoint| {
+        let change_base = |checkpoint: &mut Checkpoint| {
             let norm = checkpoint.weights.get_mut("model.norm.weight").unwrap();
             *norm = (norm.clone() * 2.).unwrap();
-        })?;
+        };
+        let other_base = refusal(&options, &state, change_base)?;
         assert_eq!(
             other_base.contains("the model below the adapters"),
             lora.is_some()
@@ -434,6 +478,12 @@ fn a_run_continues_on_its_own_text_and_base_alone() -> Result<()> {
             ..options.clone()
         };
         assert!(refusal(&other_text, &state, |_| ())?.contains("the text is not"));
+        // As another model's tokenizer makes it.
+        let both = refusal(&other_text, &state, change_base)?;
+        assert_eq!(
+            both.contains("the model below the adapters"),
+            lora.is_some()
+        );
 
         for steps in [-1i64, options.steps as i64 + 1] {
             let mut state = state.clone();
@@ -525,11 +575,51 @@ fn sizes_that_cannot_be_counted_and_texts_that_cannot_be_read_are_named() -> Res
             "{message}"
         );
     }
+    // A model of 2 blocks of 32 in the defaults of these tests.
+    for (flags, expected) in [
+        (&["--vocab", "999999999"][..], "got 32000018560"),
+        (
+            &["--layers", "10000000"],
+            "num_hidden_layers must be at most 4096, got 10000000",
+        ),
+        (
+            &["--hidden", "1000000000", "--heads", "1", "--kv-heads", "1"],
+            "a model of at most 4294967296 parameters is made, got 8000000709000000000",
+        ),
+        (
+            &["--positions", "1073741824"],
+            "at most 268435456, got 1073741824 x 8; lower --positions",
+        ),
+    ] {
+        let refused = setup::checkpoint(&setup::options(flags));
+        let message = refused
+            .err()
+            .map(|error| format!("{error:#}"))
+            .expect(expected);
+        assert!(message.contains(expected), "{message}");
+    }
     let missing = Path::new("no/such/text.txt").to_path_buf();
     let refused = scratch::checkpoint(&setup::options(&[]), &[missing]).err();
     assert!(
         refused.is_some_and(|error| format!("{error:#}").contains("cannot read no/such/text.txt"))
     );
+    Ok(())
+}
+
+#[test]
+fn the_parameters_of_a_new_model_are_those_of_its_weights() -> Result<()> {
+    let Checkpoint {
+        config, weights, ..
+    } = setup::checkpoint(&setup::options(&["--ffn", "80", "--kv-heads", "1"]))?;
+    let numbers: usize = weights.values().map(Tensor::elem_count).sum();
+    assert_eq!(scratch::parameters(&config), numbers as u128);
+    // More tokens than the text can make are no reason to fail.
+    let options = setup::options(&["--vocab", "1048576"]);
+    let text = TempDir::new()?;
+    let file = text.path().join("short.txt");
+    fs::write(&file, "to be or not to be")?;
+    let tokens = scratch::checkpoint(&options, &[file])?.config.vocab_size;
+    assert!((257..280).contains(&tokens), "{tokens}");
     Ok(())
 }
 

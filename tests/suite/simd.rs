@@ -31,13 +31,25 @@ fn small_grid() -> Result<()> {
 /// One row of one head: its scores are sums along head_dim, in an order that depends on the number of
 /// lanes, so the bits of the result tell the instruction set.
 #[test]
-#[ignore = "run by the last test below, under its environment"]
+#[ignore = "run by a test below, under its environment"]
 fn print_bits() -> Result<()> {
     let problem = Problem::new(1, [1, 200], [1, 1], 128);
     let inputs = Inputs::normal(&problem, DType::F32, &Device::Cpu, 2)?;
     let (out, _) = run::forward(&problem, &inputs)?;
     let bits: Vec<u64> = host(&out)?.into_iter().map(f64::to_bits).collect();
     println!("\n{BITS}{bits:x?}");
+    Ok(())
+}
+
+#[test]
+#[ignore = "run by the last test below, under its environment"]
+fn refused() -> Result<()> {
+    let problem = Problem::new(1, [1, 1], [1, 1], 8);
+    let inputs = Inputs::normal(&problem, DType::F32, &Device::Cpu, 2)?;
+    let message = run::forward(&problem, &inputs).err();
+    let message = message.context("it should have been refused")?.to_string();
+    let expected = "CANDLE_FLASH_GQA_SIMD must be avx2, scalar or not set, got \"avx3\"";
+    ensure!(message.contains(expected), "{message}");
     Ok(())
 }
 
@@ -81,5 +93,11 @@ fn the_variable_chooses_the_instruction_set() -> Result<()> {
     } else {
         println!("avx2 not told from native: this machine has no AVX-512");
     }
+    Ok(())
+}
+
+#[test]
+fn an_instruction_set_that_is_not_known_is_refused() -> Result<()> {
+    child::run("simd::refused", VARIABLE, Some("avx3"))?;
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! What `--example train_bench` counts and decides.
+//! What `--example train_bench` counts and decides, and which rows `--example bench` times.
 
 #[path = "../../examples/train_bench/args.rs"]
 mod args;
@@ -27,6 +27,9 @@ mod profile;
 #[path = "../../examples/train_bench/report.rs"]
 #[expect(dead_code, reason = "nothing is printed here")]
 mod report;
+#[path = "../../examples/bench/rows.rs"]
+#[expect(dead_code, reason = "rows are chosen here and not timed")]
+mod rows;
 #[path = "../../examples/train_bench/shapes.rs"]
 mod shapes;
 #[path = "../../examples/train_bench/step.rs"]
@@ -47,6 +50,7 @@ use longest::{Found, longest};
 use model::{Attention, weight_shapes};
 use out_of_memory::is_out_of_memory;
 use report::Report;
+use rows::Rows;
 use shapes::{Case, Rates, Shape, operations};
 
 fn matrix_weights(shape: Shape, seqlen: usize) -> usize {
@@ -258,6 +262,44 @@ fn a_search_that_ended_at_its_end_says_so() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn there_is_no_share_of_a_peak_that_is_not_known() -> Result<()> {
+    let size = ["--tokens", "32", "--steps", "1"];
+    let row = bench::run(tiny(32), &args(&size)?, &Device::Cpu)?;
+    let line = |more: &[&str]| -> Result<String> { Ok(Report::new(&args(more)?).line(&row)) };
+    // In a row the share is before the memory and the loss.
+    let share = |line: &str| line.split_whitespace().rev().nth(2).map(String::from);
+    assert_eq!(share(&line(&[])?).as_deref(), Some("-"));
+    let json: Value = serde_json::from_str(&line(&["--json"])?)?;
+    assert!(json["share_of_peak"].is_null() && json["tflops"].is_number());
+
+    let tflops = json["tflops"].as_f64().context("tflops")?;
+    let expected = format!("{:.3}", tflops / 0.5);
+    assert_eq!(share(&line(&["--peak", "0.5"])?), Some(expected));
+    let json: Value = serde_json::from_str(&line(&["--peak", "0.5", "--json"])?)?;
+    let share = json["share_of_peak"].as_f64().context("share")?;
+    assert!((share * 0.5 / tflops - 1.).abs() < 1e-12, "{json}");
+    Ok(())
+}
+
+#[test]
+fn negative_numbers_are_refused_by_name() {
+    for (flag, expected) in [
+        ("--seqlen", "expected a whole number of at least 1"),
+        ("--tokens", "expected a whole number of at least 1"),
+        ("--micro-tokens", "expected a whole number of at least 1"),
+        ("--steps", "expected a whole number of at least 1"),
+        ("--longest", "expected a whole number of at least 1"),
+        ("--peak", "must be a number above 0, got -1"),
+    ] {
+        let message = args(&[flag, "-1"]).expect_err(flag).to_string();
+        assert!(
+            message.contains(flag) && message.contains(expected),
+            "{message}"
+        );
+    }
+}
+
 /// Names of the command line.
 #[test]
 fn cases_are_named_as_in_the_records() {
@@ -273,4 +315,16 @@ fn cases_are_named_as_in_the_records() {
     };
     assert_eq!(case.shape.config(case.seqlen).max_position_embeddings, 64);
     assert_eq!(case.attention.to_string(), "plain");
+}
+
+#[test]
+fn a_length_that_no_row_has_is_refused() -> Result<()> {
+    let sets = [Rows::Gqa, Rows::Tiny];
+    assert_eq!(rows::chosen(&sets, None)?.len(), 9);
+    let chosen = rows::chosen(&sets, Some(8192))?;
+    assert!(chosen.len() == 3 && chosen.iter().all(|row| row.seqlen_k == 8192));
+    let message = rows::chosen(&sets, Some(777)).expect_err("777").to_string();
+    let expected = "--length 777: no row has that many keys, expected one of {16, 2048, 4096, 8192";
+    assert!(message.starts_with(expected), "{message}");
+    Ok(())
 }

@@ -27,6 +27,9 @@ pub fn parse(text: &str) -> Result<Config> {
 /// Of any dimension: products of two of them and positions then fit what they are counted in.
 const LARGEST_SIZE: usize = 1 << 30;
 
+/// Of blocks: each takes memory however narrow it is.
+const MOST_LAYERS: usize = 1 << 12;
+
 /// Checks the sizes that everything else divides by.
 pub fn check(config: &Config) -> Result<()> {
     let Config {
@@ -35,18 +38,19 @@ pub fn check(config: &Config) -> Result<()> {
         num_key_value_heads: num_kv_heads,
         ..
     } = *config;
-    for (name, size) in [
-        ("hidden_size", hidden_size),
-        ("intermediate_size", config.intermediate_size),
-        ("vocab_size", config.vocab_size),
-        ("num_hidden_layers", config.num_hidden_layers),
-        ("num_attention_heads", num_heads),
-        ("max_position_embeddings", config.max_position_embeddings),
+    for (name, size, most) in [
+        ("hidden_size", hidden_size, LARGEST_SIZE),
+        ("intermediate_size", config.intermediate_size, LARGEST_SIZE),
+        ("vocab_size", config.vocab_size, LARGEST_SIZE),
+        ("num_hidden_layers", config.num_hidden_layers, MOST_LAYERS),
+        ("num_attention_heads", num_heads, LARGEST_SIZE),
+        (
+            "max_position_embeddings",
+            config.max_position_embeddings,
+            LARGEST_SIZE,
+        ),
     ] {
-        ensure!(
-            size <= LARGEST_SIZE,
-            "{name} must be at most {LARGEST_SIZE}, got {size}"
-        );
+        ensure!(size <= most, "{name} must be at most {most}, got {size}");
     }
     ensure!(
         num_heads > 0 && hidden_size.is_multiple_of(2 * num_heads) && hidden_size > 0,

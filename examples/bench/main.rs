@@ -15,38 +15,52 @@
 //! `--memory` measures, in place of time, the most memory that a forward and backward hold beyond their inputs, gradients and
 //! all, for this op and for [`reference`], the formula in plain tensor operations.
 
-#[path = "common/gpu_memory.rs"]
+#[path = "../common/cli.rs"]
+#[expect(
+    dead_code,
+    reason = "the device is opened with candle's events, as users have it"
+)]
+mod cli;
+#[path = "../common/gpu_memory.rs"]
 mod gpu_memory;
-#[path = "common/out_of_memory.rs"]
+#[path = "../common/numbers.rs"]
+#[expect(dead_code, reason = "none of the numbers here may be 0")]
+mod numbers;
+#[path = "../common/out_of_memory.rs"]
 mod out_of_memory;
+mod rows;
 
 use std::fs::{File, OpenOptions};
-use std::io::Write;
+use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_flash_gqa::{AttnOptions, flash_attn_with, reference};
 use clap::Parser;
 use time::OffsetDateTime;
 
+use cli::DeviceName;
 use gpu_memory::GpuMemory;
+use numbers::at_least_one;
 use out_of_memory::is_out_of_memory;
+use rows::{Row, Rows};
 
 #[derive(Parser)]
 #[command(about = "Times the attention op on a GPU")]
 struct Args {
-    /// Sets of rows: hd64, hd128, hd256, gqa, decode, tiny.
+    /// Sets of rows.
     #[arg(
         long,
+        value_enum,
         value_delimiter = ',',
         default_value = "hd64,hd128,hd256,gqa,decode,tiny"
     )]
-    rows: Vec<String>,
+    rows: Vec<Rows>,
     /// Only rows with this many keys.
-    #[arg(long)]
+    #[arg(long, value_parser = at_least_one, allow_negative_numbers = true)]
     length: Option<usize>,
     #[arg(long, default_value = "bf16", value_parser = ["bf16", "f16"])]
     dtype: String,
@@ -59,115 +73,15 @@ struct Args {
     /// Measures memory in place of time.
     #[arg(long)]
     memory: bool,
-    #[arg(long, default_value_t = 0)]
-    gpu: usize,
+    /// cuda[:N].
+    #[arg(long, default_value_t = DeviceName::Cuda(0))]
+    device: DeviceName,
     /// One JSON object a line instead of a table.
     #[arg(long)]
     json: bool,
     /// Appends the rows to a Markdown file too, below the date, the GPU and the commit.
     #[arg(long, value_name = "FILE", conflicts_with = "memory")]
     record: Option<PathBuf>,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Row {
-    batch: usize,
-    seqlen_q: usize,
-    seqlen_k: usize,
-    num_heads: usize,
-    num_kv_heads: usize,
-    head_dim: usize,
-    causal: bool,
-    backward: bool,
-}
-
-impl Row {
-    fn square(
-        batch: usize,
-        seqlen: usize,
-        heads: [usize; 2],
-        head_dim: usize,
-        causal: bool,
-    ) -> Self {
-        Self {
-            batch,
-            seqlen_q: seqlen,
-            seqlen_k: seqlen,
-            num_heads: heads[0],
-            num_kv_heads: heads[1],
-            head_dim,
-            causal,
-            backward: seqlen <= 32768,
-        }
-    }
-
-    fn decode(batch: usize, keys: usize) -> Self {
-        Self {
-            seqlen_q: 1,
-            backward: false,
-            ..Self::square(batch, keys, [32, 8], 128, false)
-        }
-    }
-
-    /// Floating-point operations of the forward.
-    fn operations(&self) -> f64 {
-        let pairs = (self.batch * self.num_heads * self.seqlen_q) as f64 * self.seqlen_k as f64;
-        let masked = if self.causal && self.seqlen_q > 1 {
-            0.5
-        } else {
-            1.
-        };
-        4. * pairs * self.head_dim as f64 * masked
-    }
-
-    /// Whether its time is that of the call alone.
-    fn is_tiny(&self) -> bool {
-        self.seqlen_q.max(self.seqlen_k) <= 16
-    }
-
-    fn kv_bytes(&self) -> f64 {
-        (2 * 2 * self.batch * self.num_kv_heads * self.seqlen_k * self.head_dim) as f64
-    }
-}
-
-fn rows(set: &str) -> Result<Vec<Row>> {
-    let lengths = |head_dim: usize, lengths: &[usize]| {
-        let heads = 2048 / head_dim;
-        let both = [false, true].into_iter();
-        both.flat_map(|causal| {
-            lengths.iter().map(move |&length| {
-                Row::square(16384 / length, length, [heads; 2], head_dim, causal)
-            })
-        })
-        .collect()
-    };
-    Ok(match set {
-        "hd64" => lengths(64, &[512, 1024, 2048, 4096, 8192, 16384]),
-        "hd128" => lengths(128, &[512, 1024, 2048, 4096, 8192, 16384]),
-        "hd256" => lengths(256, &[2048, 8192, 16384]),
-        "gqa" => vec![
-            Row::square(4, 4096, [9, 3], 64, true),
-            Row::square(4, 4096, [32, 8], 64, true),
-            Row::square(8, 2048, [32, 8], 128, true),
-            Row::square(2, 8192, [32, 8], 128, true),
-            Row::square(2, 8192, [32, 1], 128, true),
-            Row::square(2, 8192, [64, 8], 128, true),
-            Row::square(1, 32768, [32, 8], 128, true),
-            Row::square(1, 131072, [32, 8], 128, true),
-        ],
-        "decode" => [
-            (1, 1024),
-            (1, 8192),
-            (1, 65536),
-            (16, 8192),
-            (64, 8192),
-            (128, 2048),
-        ]
-        .map(|(batch, keys)| Row::decode(batch, keys))
-        .to_vec(),
-        "tiny" => vec![Row::square(1, 16, [8, 8], 64, true)],
-        other => anyhow::bail!("--rows: no set of rows is called {other}"),
-    })
 }
 
 /// Median milliseconds of a call: of chunks that are long enough for the clock, each synchronised once.
@@ -197,17 +111,20 @@ fn median_ms(device: &Device, time: Duration, mut call: impl FnMut() -> Result<(
     Ok(warm[warm.len() / 2])
 }
 
-fn main() -> Result<()> {
-    let args = Args::parse();
-    let device = Device::new_cuda(args.gpu)
-        .context("the bench needs a GPU and the feature `cuda` (cargo run --release --features cuda --example bench)")?;
+fn main() -> ExitCode {
+    cli::main(|| run(&Args::parse()))
+}
+
+fn run(args: &Args) -> Result<()> {
+    let rows = rows::chosen(&args.rows, args.length)?;
+    let device = open(args.device)?;
     let dtype = if args.dtype == "f16" {
         DType::F16
     } else {
         DType::BF16
     };
     if args.memory {
-        return memory(&args, &device, dtype);
+        return memory(&rows, args, &device, dtype);
     }
     let duration = Duration::from_millis(args.time);
 
@@ -217,22 +134,24 @@ fn main() -> Result<()> {
     let ms = median_ms(&device, duration, || Ok(a.matmul(&b).map(drop)?))?;
     let matmul = 2. * (n as f64).powi(3) / ms / 1e9;
     drop((a, b));
-    let mut report = Report::new(&args, &device, matmul)?;
-    for row in chosen_rows(&args)? {
-        bench(row, &args, &device, dtype, duration, &mut report)
+    let mut report = Report::new(args, &device, matmul)?;
+    for row in rows {
+        bench(row, args, &device, dtype, duration, &mut report)
             .with_context(|| format!("{row:?}"))?;
     }
     Ok(())
 }
 
-fn chosen_rows(args: &Args) -> Result<Vec<Row>> {
-    let sets: Vec<_> = args
-        .rows
-        .iter()
-        .map(|set| rows(set))
-        .collect::<Result<_>>()?;
-    let is_chosen = |row: &Row| args.length.is_none_or(|length| length == row.seqlen_k);
-    Ok(sets.into_iter().flatten().filter(is_chosen).collect())
+/// With candle's events, unlike the other examples: they are part of what a call costs.
+fn open(device: DeviceName) -> Result<Device> {
+    match device {
+        DeviceName::Cuda(ordinal) => Device::new_cuda(ordinal).context(
+            "the bench needs a GPU and the feature `cuda` (cargo run --release --features cuda --example bench)",
+        ),
+        DeviceName::Cpu => {
+            bail!("--device {device}: the bench is of GPUs, expected cuda or cuda:N; on the CPU there is `cargo bench`")
+        }
+    }
 }
 
 fn inputs(row: Row, device: &Device, dtype: DType) -> Result<[Var; 3]> {
@@ -256,13 +175,14 @@ fn options(row: Row, args: &Args) -> AttnOptions {
 }
 
 /// Prints what a forward and backward of each row hold, in MiB.
-fn memory(args: &Args, device: &Device, dtype: DType) -> Result<()> {
+fn memory(rows: &[Row], args: &Args, device: &Device, dtype: DType) -> Result<()> {
+    let mut out = stdout().lock();
     let memory = GpuMemory::of(device)?.context("the GPU has no memory pool")?;
     if !args.json {
         let gib = memory.total_bytes()? as f64 / f64::from(1 << 30);
-        println!("beyond the inputs, on a GPU of {gib:.0} GiB:");
+        writeln!(out, "beyond the inputs, on a GPU of {gib:.0} GiB:")?;
     }
-    for row in chosen_rows(args)? {
+    for &row in rows {
         let [q, k, v] = inputs(row, device, dtype)?;
         let options = options(row, args);
         // MiB, or why there are none.
@@ -293,7 +213,8 @@ fn memory(args: &Args, device: &Device, dtype: DType) -> Result<()> {
             Err("more scores than candle's kernels count")
         };
         if args.json {
-            println!(
+            writeln!(
+                out,
                 "{}",
                 serde_json::json!({
                     "dtype": args.dtype, "batch": row.batch, "seqlen_q": row.seqlen_q,
@@ -301,14 +222,15 @@ fn memory(args: &Args, device: &Device, dtype: DType) -> Result<()> {
                     "num_kv_heads": row.num_kv_heads, "head_dim": row.head_dim,
                     "causal": row.causal, "mib": ours.ok(), "plain_mib": plain.ok(),
                 })
-            );
+            )?;
             continue;
         }
         let text = |peak: Peak| match peak {
             Ok(mib) => format!("{mib:.0} MiB"),
             Err(reason) => reason.to_string(),
         };
-        println!(
+        writeln!(
+            out,
             "head_dim {}, {}/{} heads, {} x {}: {}, plain {}",
             row.head_dim,
             row.num_heads,
@@ -317,7 +239,7 @@ fn memory(args: &Args, device: &Device, dtype: DType) -> Result<()> {
             row.seqlen_k,
             text(ours),
             text(plain)
-        );
+        )?;
     }
     Ok(())
 }
@@ -373,19 +295,29 @@ impl<'a> Report<'a> {
             None => None,
         };
         if args.json {
-            println!(
+            writeln!(
+                stdout(),
                 "{}",
                 serde_json::json!({"matmul_tflops": matmul, "dtype": args.dtype})
-            );
+            )?;
         } else {
-            println!(
+            writeln!(
+                stdout(),
                 "{} matrix product of 8192^3: {matmul:.0} TFLOP/s",
                 args.dtype
-            );
-            println!(
+            )?;
+            writeln!(
+                stdout(),
                 "{:4} {:>8} {:>6} {:>14} {:6} {:>9} {:>8} {:>6}",
-                "pass", "head_dim", "heads", "batch x keys", "mask", "ms", "TFLOP/s", "share"
-            );
+                "pass",
+                "head_dim",
+                "heads",
+                "batch x keys",
+                "mask",
+                "ms",
+                "TFLOP/s",
+                "share"
+            )?;
         }
         Ok(Self {
             args,
@@ -429,15 +361,17 @@ impl<'a> Report<'a> {
             if is_decode {
                 line["gbs"] = gbs.into();
             }
-            println!("{line}");
+            writeln!(stdout(), "{line}")?;
         } else if is_decode {
-            println!(
+            writeln!(
+                stdout(),
                 "{pass:4} {head_dim:>8} {heads:>6} {size:>14} {mask} {ms:>9.4} {gbs:>7.0} GB/s"
-            );
+            )?;
         } else {
-            println!(
+            writeln!(
+                stdout(),
                 "{pass:4} {head_dim:>8} {heads:>6} {size:>14} {mask:6} {ms:>9.4} {tflops:>8.1} {share:>6.2}"
-            );
+            )?;
         }
         Ok(())
     }
@@ -451,9 +385,9 @@ impl<'a> Report<'a> {
             )?;
         }
         if self.args.json {
-            println!("{}", serde_json::json!({"tiny_matmul_ms": ms}));
+            writeln!(stdout(), "{}", serde_json::json!({"tiny_matmul_ms": ms}))?;
         } else {
-            println!("{:4} {:>38} {ms:>9.4}", "q·k", "candle's matmul");
+            writeln!(stdout(), "{:4} {:>38} {ms:>9.4}", "q·k", "candle's matmul")?;
         }
         Ok(())
     }
