@@ -21,6 +21,10 @@ use crate::params::AttnParams;
 /// Measured on an H200 with the sm_80 kernels (causal, 2 x 8192, head_dim 128, 32/8 heads): 287 TFLOP/s with 1, 317
 /// with 2, 320 with 4, 317 with 8, 313 with all 16.
 const TOGETHER: usize = 4;
+/// With Hopper's kernels half as many from so many rows on. Measured on an H200 (causal, TFLOP/s with 1, 2, 4): head_dim
+/// 128, 32/8 heads, 1 x 131072: 594, 591, 573; 1 x 32768: 590, 593, 581; 16/16, 1 x 16384: 596, 593, 589; but 32/1,
+/// 2 x 8192: 509, 566, 573.
+const LONG: usize = 32768;
 /// In order, with Hopper's kernels: steps from where one key tile of a triple begins to where the next does, when all
 /// multiprocessors are busy. A tile waits for the one before it, and to pass a turn on takes about a step; triples that
 /// are far apart no longer share L2. With a diagonal a tile begins one step later of itself. Measured on an H200
@@ -250,8 +254,11 @@ fn together(
     chosen: &Chosen<BwdParams>,
     group_parts: usize,
 ) -> usize {
-    if !(chosen.sm90 && params.deterministic) {
+    if !chosen.sm90 {
         return TOGETHER;
+    }
+    if !params.deterministic {
+        return TOGETHER / if params.seqlen_q < LONG { 1 } else { 2 };
     }
     let apart = match params.mask.window_right() {
         Some(_) => STEPS_APART_WITH_DIAGONAL,
@@ -382,6 +389,16 @@ mod tests {
                     assert_eq!(any_order, TOGETHER, "{shape:?}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn fewer_long_triples_are_side_by_side() {
+        let gpu = h200(true);
+        for (seqlen, count) in [(32767, TOGETHER), (32768, 2), (131072, 2)] {
+            let params = problem([1, seqlen, 32, 8, 128], false, true);
+            let chosen = dispatch::backward(&gpu, &params).unwrap();
+            assert_eq!(together(&params, &gpu, &chosen, 1), count, "{seqlen}");
         }
     }
 
