@@ -8,12 +8,13 @@
 //!
 //! Operations are counted as usual: `4 * batch * num_heads * seqlen_q * seqlen_k * head_dim` forward, half
 //! of it where causal, two and a half times that backward. The backward is timed as candle runs it: with the
-//! gradient of ones that it begins with, and the zeros that it adds gradients to.
+//! gradient of ones that it begins with, and the zeros that it adds gradients to. Freed memory is kept for the next call:
+//! as it is by default, every synchronisation gives it back, and a short backward then waits longer for it than it takes.
 //!
 //! `--record FILE` adds what was measured to a file, as those in `benches/record` are kept.
 //!
-//! `--memory` measures, in place of time, the most memory that a forward and backward hold beyond their inputs, gradients and
-//! all, for this op and for [`reference`], the formula in plain tensor operations.
+//! `--memory` measures, in place of time, the most memory that a forward and backward hold beyond their inputs, gradients
+//! and all, for this op and for [`reference`], the formula in plain tensor operations.
 
 #[path = "../common/cli.rs"]
 #[expect(
@@ -118,13 +119,14 @@ fn main() -> ExitCode {
 fn run(args: &Args) -> Result<()> {
     let rows = rows::chosen(&args.rows, args.length)?;
     let device = open(args.device)?;
+    let gpu_memory = GpuMemory::of(&device)?.context("the GPU has no memory pool")?;
     let dtype = if args.dtype == "f16" {
         DType::F16
     } else {
         DType::BF16
     };
     if args.memory {
-        return memory(&rows, args, &device, dtype);
+        return memory(&rows, args, &device, dtype, &gpu_memory);
     }
     let duration = Duration::from_millis(args.time);
 
@@ -175,9 +177,14 @@ fn options(row: Row, args: &Args) -> AttnOptions {
 }
 
 /// Prints what a forward and backward of each row hold, in MiB.
-fn memory(rows: &[Row], args: &Args, device: &Device, dtype: DType) -> Result<()> {
+fn memory(
+    rows: &[Row],
+    args: &Args,
+    device: &Device,
+    dtype: DType,
+    memory: &GpuMemory,
+) -> Result<()> {
     let mut out = stdout().lock();
-    let memory = GpuMemory::of(device)?.context("the GPU has no memory pool")?;
     if !args.json {
         let gib = memory.total_bytes()? as f64 / f64::from(1 << 30);
         writeln!(out, "beyond the inputs, on a GPU of {gib:.0} GiB:")?;
