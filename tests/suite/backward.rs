@@ -1,67 +1,52 @@
 //! dq, dk and dv against f64 on the host, and finite differences of the op itself.
 
 use anyhow::Result;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use candle_flash_gqa::{flash_attn_with, is_supported};
 
 use crate::support::compare::{close, close_to};
-use crate::support::device::{for_each_device, for_each_dtype, on_the_gpu};
+use crate::support::device::{for_each_device, for_each_dtype};
 use crate::support::grid::{Scores, for_each_problem};
 use crate::support::problem::Problem;
 use crate::support::run;
 use crate::support::tensors::{Inputs, from_host, host};
 use crate::support::verify;
 
-/// A grid of its own for each dtype, since tile sizes depend on it. It also holds out and lse of the
-/// tracked forward.
-fn grid(dtype: DType, seed: u64) -> Result<()> {
-    for_each_device(|device| check_grid(device, dtype, seed, Scores::Any))
-}
-
-/// On the GPU once more with plain scores, which on Hopper have kernels of their own.
-fn plain_grid(dtype: DType, seed: u64) -> Result<()> {
-    on_the_gpu(|device| check_grid(device, dtype, seed, Scores::Plain))
-}
-
-fn check_grid(device: &Device, dtype: DType, seed: u64, scores: Scores) -> Result<()> {
-    for_each_problem(seed, scores, |number, problem| {
-        if !is_supported(device, dtype, problem.head_dim) {
-            return Ok(());
-        }
-        let inputs = Inputs::normal(problem, dtype, device, number)?;
-        verify::passes(problem, &inputs)?;
-        Ok(())
+/// It also holds out and lse of the tracked forward.
+fn grid(dtype: DType, seed: u64, scores: Scores) -> Result<()> {
+    for_each_problem(dtype, seed, scores, |problem, inputs| {
+        verify::passes(problem, inputs).map(drop)
     })
 }
 
 #[test]
 fn bwd_grid_in_f64() -> Result<()> {
-    grid(DType::F64, 5)
+    grid(DType::F64, 5, Scores::Any)
 }
 
 #[test]
 fn bwd_grid_in_f32() -> Result<()> {
-    grid(DType::F32, 6)
+    grid(DType::F32, 6, Scores::Any)
 }
 
 #[test]
 fn bwd_grid_in_f16() -> Result<()> {
-    grid(DType::F16, 7)
+    grid(DType::F16, 7, Scores::Any)
 }
 
 #[test]
 fn bwd_grid_in_bf16() -> Result<()> {
-    grid(DType::BF16, 8)
+    grid(DType::BF16, 8, Scores::Any)
 }
 
 #[test]
 fn bwd_grid_of_plain_scores_in_f16() -> Result<()> {
-    plain_grid(DType::F16, 11)
+    grid(DType::F16, 11, Scores::Plain)
 }
 
 #[test]
 fn bwd_grid_of_plain_scores_in_bf16() -> Result<()> {
-    plain_grid(DType::BF16, 12)
+    grid(DType::BF16, 12, Scores::Plain)
 }
 
 #[test]

@@ -1,65 +1,48 @@
 //! out and lse against f64 on the host.
 
 use anyhow::{Context, Result};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use candle_flash_gqa::{flash_attn, flash_attn_with, flash_attn_with_lse};
 
 use crate::support::compare::{close, identical};
-use crate::support::device::{for_each_device, for_each_dtype, for_each_usual_dtype, on_the_gpu};
+use crate::support::device::{for_each_dtype, for_each_usual_dtype};
 use crate::support::grid::{Scores, for_each_problem};
 use crate::support::problem::Problem;
 use crate::support::tensors::{Inputs, fill, from_host, padded_rows};
 use crate::support::verify;
-use candle_flash_gqa::is_supported;
 
-/// A grid of its own for each dtype, since tile sizes depend on it.
-fn grid(dtype: DType, seed: u64) -> Result<()> {
-    for_each_device(|device| check_grid(device, dtype, seed, Scores::Any))
-}
-
-/// On the GPU once more with plain scores, which on Hopper have kernels of their own.
-fn plain_grid(dtype: DType, seed: u64) -> Result<()> {
-    on_the_gpu(|device| check_grid(device, dtype, seed, Scores::Plain))
-}
-
-fn check_grid(device: &Device, dtype: DType, seed: u64, scores: Scores) -> Result<()> {
-    for_each_problem(seed, scores, |number, problem| {
-        if !is_supported(device, dtype, problem.head_dim) {
-            return Ok(());
-        }
-        let inputs = Inputs::normal(problem, dtype, device, number)?;
-        verify::forward(problem, &inputs)
-    })
+fn grid(dtype: DType, seed: u64, scores: Scores) -> Result<()> {
+    for_each_problem(dtype, seed, scores, verify::forward)
 }
 
 #[test]
 fn fwd_grid_in_f64() -> Result<()> {
-    grid(DType::F64, 1)
+    grid(DType::F64, 1, Scores::Any)
 }
 
 #[test]
 fn fwd_grid_in_f32() -> Result<()> {
-    grid(DType::F32, 2)
+    grid(DType::F32, 2, Scores::Any)
 }
 
 #[test]
 fn fwd_grid_in_f16() -> Result<()> {
-    grid(DType::F16, 3)
+    grid(DType::F16, 3, Scores::Any)
 }
 
 #[test]
 fn fwd_grid_in_bf16() -> Result<()> {
-    grid(DType::BF16, 4)
+    grid(DType::BF16, 4, Scores::Any)
 }
 
 #[test]
 fn fwd_grid_of_plain_scores_in_f16() -> Result<()> {
-    plain_grid(DType::F16, 9)
+    grid(DType::F16, 9, Scores::Plain)
 }
 
 #[test]
 fn fwd_grid_of_plain_scores_in_bf16() -> Result<()> {
-    plain_grid(DType::BF16, 10)
+    grid(DType::BF16, 10, Scores::Plain)
 }
 
 /// q = [1, 0], k = [[0, 0], [ln 3, 7]], v = [[1, 2], [5, 10]], scale 1: weights 1/4 and 3/4.

@@ -4,11 +4,15 @@
 //! in which not every pair meets, and all of one of [`Scores::Plain`].
 
 use anyhow::{Result, bail};
+use candle_core::{DType, Device};
+use candle_flash_gqa::is_supported;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 
+use super::device::{for_each_device, on_the_gpu};
 use super::problem::Problem;
+use super::tensors::Inputs;
 
 /// `(seqlen_q, seqlen_k)`: at, one below and one above the edges of the tiles (48, 64, 96, 128 and 192
 /// rows or keys); queries longer and shorter than keys; few rows on keys that are split (from 1024).
@@ -155,30 +159,43 @@ pub fn small_problems() -> Vec<Problem> {
     ]
 }
 
-/// Runs `test` on every problem of the grid, and fails with a list of those that failed.
+/// Runs `test` on the inputs of every problem of a grid that has a kernel, on each device; of [`Scores::Plain`] on the GPU
+/// alone, where they have kernels of their own. A seed for each dtype, since tile sizes depend on it. Fails with a list of
+/// those that failed.
 pub fn for_each_problem(
+    dtype: DType,
     seed: u64,
     scores: Scores,
-    mut test: impl FnMut(u64, &Problem) -> Result<()>,
+    test: impl Fn(&Problem, &Inputs) -> Result<()>,
 ) -> Result<()> {
-    let problems = problems(seed, scores);
-    let mut failures = Vec::new();
-    for (number, problem) in problems.iter().enumerate() {
-        if let Err(error) = test(number as u64, problem) {
-            failures.push(format!("{error:#}"));
+    let on = |device: &Device| {
+        let problems = problems(seed, scores);
+        let mut failures = Vec::new();
+        for (number, problem) in problems.iter().enumerate() {
+            if !is_supported(device, dtype, problem.head_dim) {
+                continue;
+            }
+            let inputs = Inputs::normal(problem, dtype, device, number as u64)?;
+            if let Err(error) = test(problem, &inputs) {
+                failures.push(format!("{error:#}"));
+            }
         }
+        if !failures.is_empty() {
+            failures.sort_by_key(String::len);
+            let shown = failures.len().min(5);
+            bail!(
+                "{} of {} problems fail, {shown} of them:\n{}",
+                failures.len(),
+                problems.len(),
+                failures[..shown].join("\n")
+            );
+        }
+        Ok(())
+    };
+    match scores {
+        Scores::Any => for_each_device(on),
+        Scores::Plain => on_the_gpu(on),
     }
-    if !failures.is_empty() {
-        failures.sort_by_key(String::len);
-        let shown = failures.len().min(5);
-        bail!(
-            "{} of {} problems fail, {shown} of them:\n{}",
-            failures.len(),
-            problems.len(),
-            failures[..shown].join("\n")
-        );
-    }
-    Ok(())
 }
 
 fn problem([seqlens, heads, head_dim, mask, scores, batch, order]: Case) -> Problem {
