@@ -141,8 +141,8 @@ __device__ __forceinline__ void for_each_step(SharedStorage& shared, const Step&
 }
 
 // In order one thread waits for turns, and another passes them on: the fence of that waits until the additions are
-// there, half a step, in which the next turn is waited for and begun. With one thread for both, 256 at 4096 keys was at 336 where 388,
-// causal at 325 where 359.
+// there, half a step, in which the next turn is waited for and begun. With one thread for both, 256 at 4096 keys was at
+// 336 where 388, causal at 325 where 359.
 __device__ __forceinline__ void await_turns(const BwdParams& params, SharedStorage& shared) {
   for_each_step(shared, [&](uint32_t number, const StepNote& note) {
     // The note is there. Not missed: before this turn nobody finishes with q.

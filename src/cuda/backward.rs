@@ -258,7 +258,11 @@ fn together(
         return TOGETHER;
     }
     if !params.deterministic {
-        return TOGETHER / if params.seqlen_q < LONG { 1 } else { 2 };
+        return if params.seqlen_q < LONG {
+            TOGETHER
+        } else {
+            TOGETHER / 2
+        };
     }
     let apart = match params.mask.window_right() {
         Some(_) => STEPS_APART_WITH_DIAGONAL,
@@ -341,6 +345,14 @@ mod tests {
         group_parts(&params, &gpu, &dispatch::backward(&gpu, &params).unwrap())
     }
 
+    fn side_by_side(shape: [usize; 5], deterministic: bool, causal: bool, sm90: bool) -> usize {
+        let params = problem(shape, deterministic, causal);
+        let gpu = h200(sm90);
+        let chosen = dispatch::backward(&gpu, &params).unwrap();
+        let parts = group_parts(&params, &gpu, &chosen);
+        together(&params, &gpu, &chosen, parts)
+    }
+
     #[test]
     fn heads_of_a_group_are_shared_out_as_measured() {
         for (shape, any_order, in_order) in [
@@ -364,13 +376,6 @@ mod tests {
 
     #[test]
     fn triples_are_side_by_side_as_measured() {
-        let side_by_side = |shape, deterministic, causal, sm90| {
-            let params = problem(shape, deterministic, causal);
-            let gpu = h200(sm90);
-            let chosen = dispatch::backward(&gpu, &params).unwrap();
-            let parts = group_parts(&params, &gpu, &chosen);
-            together(&params, &gpu, &chosen, parts)
-        };
         for (shape, full, causal) in [
             ([16, 1024, 8, 8, 256], 17, 17),
             ([4, 4096, 8, 8, 256], 4, 4),
@@ -394,11 +399,9 @@ mod tests {
 
     #[test]
     fn fewer_long_triples_are_side_by_side() {
-        let gpu = h200(true);
         for (seqlen, count) in [(32767, TOGETHER), (32768, 2), (131072, 2)] {
-            let params = problem([1, seqlen, 32, 8, 128], false, true);
-            let chosen = dispatch::backward(&gpu, &params).unwrap();
-            assert_eq!(together(&params, &gpu, &chosen, 1), count, "{seqlen}");
+            let shape = [1, seqlen, 32, 8, 128];
+            assert_eq!(side_by_side(shape, false, true, true), count, "{seqlen}");
         }
     }
 

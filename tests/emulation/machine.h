@@ -69,8 +69,8 @@ struct Thread {
   const char* waits_for = nullptr;
   std::function<bool()> is_over;  // what it waits for
   int lingers = 0;                // rounds that it does not run
-  std::map<const int32_t*, int32_t> loaded;  // counters of turns
   Known known;                    // of itself: what it is about to do
+  std::map<const int32_t*, int32_t> loaded;  // counters of turns, when it last looked
 };
 
 inline std::vector<Thread> threads;
