@@ -75,7 +75,9 @@ struct SharedStorage {
   SwizzledTile<LayoutQ> q[Q_STAGES], dout[DOUT_STAGES];
   alignas(16) float lse_log2[Q_STAGES][TILE_M], delta[DOUT_STAGES][TILE_M];
   alignas(128) float dq[WARPGROUPS][4][16 * DQ_COLS];  // of each warp, on its way
-  Handover keys, q_handover[Q_STAGES], dout_handover[DOUT_STAGES];
+  // k comes with the q of a piece's first step, v with its dout.
+  Handover q_handover[Q_STAGES], dout_handover[DOUT_STAGES];
+  uint64_t k_empty, v_empty;  // all products with them have ended
   StepNote notes[NOTES];
   Handover dscores_handover[2], dq_handover[WARPGROUPS];
   WorkRing<Work> ring;
@@ -144,7 +146,6 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
   uint32_t number = 0;  // of the step; two dout and dscores are there, and are used in turn
   RingPlace<SharedStorage::Q_STAGES> q_place;
   int last_q = 0;  // the stage of the last step
-  uint32_t keys_phase = 0;
   const auto stage = [&](uint32_t number) { return number % 2; };
   const auto phase = [&](uint32_t number) { return number / 2 % 2; };
 
@@ -160,9 +161,6 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
     const uint32_t first = number, end = number + ptx::uniform(step_count(work));
     if (number < end) {
       const int first_key = work.n_tile * TILE_N;
-
-      shared.keys.wait_full(keys_phase);
-      keys_phase ^= 1;
 
       // The product of dq of step `of`, which has its dscores.
       const auto begin_dq_of = [&](uint32_t of, float(&acc_dq)[1][DQ_TILES][4]) {
@@ -274,6 +272,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       do run_step();
       while (number < end);
 
+      if (lane_index() == 0) ptx::mbarrier_arrive(smem_address(&shared.v_empty));
       if (number > first + 1) hand_on(dq_handover);
       float acc_dq[1][DQ_TILES][4];
       begin_dq_of(number - 1, acc_dq);
@@ -282,7 +281,7 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
       ptx::hold(acc_dv);
       // All products with them have ended. dscores of the last step the next one reads once more.
       shared.q_handover[last_q].release(lane_index() == 0);
-      shared.keys.release(lane_index() == 0);
+      if (lane_index() == 0) ptx::mbarrier_arrive(smem_address(&shared.k_empty));
       stage_dq_of(number - 1, acc_dq);
       hand_on(dq_handover);
     }

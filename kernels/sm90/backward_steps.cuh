@@ -82,13 +82,14 @@ __device__ __forceinline__ int dq_turn(const Mask& mask, int n_tile, int first_r
 }
 
 // Begins to fill a tile with rows of q or dout, and `smem_statistic` with lse or delta of these rows, once all have
-// finished with what is there.
+// finished with what is there. `more_bytes` are handed over with them.
 template <class LayoutQ>
 __device__ __forceinline__ void refill(SwizzledTile<LayoutQ>& tile, float (&smem_statistic)[LayoutQ::ROWS],
                                        Handover& handover, uint32_t phase, const TensorMap& tensor,
-                                       const float* statistic, int first_row, int head, int batch) {
+                                       const float* statistic, int first_row, int head, int batch,
+                                       uint32_t more_bytes) {
   handover.wait_empty(phase);
-  handover.expect(LayoutQ::BYTES + sizeof(smem_statistic));
+  handover.expect(LayoutQ::BYTES + sizeof(smem_statistic) + more_bytes);
   load_tile(tile, handover, tensor, first_row, head, batch);
   ptx::bulk_load(smem_address(smem_statistic), statistic, sizeof(smem_statistic), smem_address(&handover.full));
 }
@@ -120,14 +121,14 @@ __device__ __forceinline__ void load_steps(const BackwardArguments& arguments, S
   const Mask mask(p);
   RingPlace<SharedStorage::Q_STAGES> q_place;
   RingPlace<SharedStorage::DOUT_STAGES> dout_place;
-  uint32_t number = 0, keys_phase = 0;
+  uint32_t number = 0, keys_phase = 1;
 #pragma unroll 1  // few registers
   for (uint32_t piece = 0; shared.ring.wait(piece); ++piece) {
     // A copy: shared memory is slow to answer while products read it.
     const auto work = shared.ring.works[piece % shared.ring.SIZE];
     shared.ring.release(piece, true);
     const int first_key = work.n_tile * TILE_N;
-    bool has_keys = false;
+    uint32_t key_bytes = LayoutKV::BYTES;  // to come: of k, and of v
 #pragma unroll 1  // few registers
     for (BackwardStep step = first_step(work); step.head < work.end_head;
          ++number, step = step_after<false>(step, work)) {
@@ -144,22 +145,36 @@ __device__ __forceinline__ void load_steps(const BackwardArguments& arguments, S
       }
       // Who sees q sees the note.
       refill(shared.q[q_place.stage], shared.lse_log2[q_place.stage], shared.q_handover[q_place.stage], q_place.phase,
-             arguments.q, params.lse_log2 + statistics, first_row, step.head, work.batch);
-      if (!has_keys) {
-        has_keys = true;
-        shared.keys.wait_empty(keys_phase);
-        keys_phase ^= 1;
-        shared.keys.expect(2 * LayoutKV::BYTES);
-        load_tile(shared.k, shared.keys, arguments.k, first_key, work.kv_head, work.batch);
-        load_tile(shared.v, shared.keys, arguments.v, first_key, work.kv_head, work.batch);
-      }
+             arguments.q, params.lse_log2 + statistics, first_row, step.head, work.batch, key_bytes);
       const int to = dout_place.stage;
       refill(shared.dout[to], shared.delta[to], shared.dout_handover[to], dout_place.phase, arguments.dout,
-             params.delta + statistics, first_row, step.head, work.batch);
+             params.delta + statistics, first_row, step.head, work.batch, key_bytes);
+      if (key_bytes > 0) {
+        // v first: the last piece is the first to have finished with it.
+        key_bytes = 0;
+        ptx::mbarrier_wait(smem_address(&shared.v_empty), keys_phase);
+        load_tile(shared.v, shared.dout_handover[to], arguments.v, first_key, work.kv_head, work.batch);
+        ptx::mbarrier_wait(smem_address(&shared.k_empty), keys_phase);
+        load_tile(shared.k, shared.q_handover[q_place.stage], arguments.k, first_key, work.kv_head, work.batch);
+        keys_phase ^= 1;
+      }
       q_place.advance();
       dout_place.advance();
     }
     ptx::mbarrier_arrive(smem_address(&shared.ring.loaded));
+  }
+}
+
+// Runs `step`(number, note, whether it is the last of its piece of work) for each step of all pieces. One thread.
+template <class SharedStorage, class Step>
+__device__ __forceinline__ void for_each_step(SharedStorage& shared, const Step& step) {
+  uint32_t number = 0;
+#pragma unroll 1  // few registers
+  for (uint32_t piece = 0; shared.ring.wait(piece); ++piece) {
+    const uint32_t end = number + step_count(shared.ring[piece]);
+    shared.ring.release(piece, true);
+#pragma unroll 1  // few registers
+    for (; number < end; ++number) step(number, shared.notes[number % NOTES], number + 1 == end);
   }
 }
 
@@ -187,20 +202,14 @@ template <bool IN_ORDER, class SharedStorage, int SIZE>
 __device__ __forceinline__ void add_dq(const BwdParams& params, SharedStorage& shared, const float (&staged)[4][SIZE],
                                        int warpgroup, int row, int col, int cols) {
   Handover& handover = shared.dq_handover[warpgroup];
-  const auto note = [&](uint32_t number) -> const StepNote& { return shared.notes[number % NOTES]; };
-  const auto counter = [&](uint32_t number) { return params.dq_turn + note(number).counter + warpgroup; };
-  uint32_t number = 0, end = 0;  // of the steps, and of those of the piece of work
+  const auto await = [&](const StepNote& note) {
+    wait_for_turn(params.dq_turn + note.counter + warpgroup, note.turn);
+  };
   bool has_turn = false;
-#pragma unroll 1  // few registers
-  for (uint32_t piece = 0;; ++number) {
-    // The next piece that has steps.
-    for (; number == end; shared.ring.release(piece++, true)) {
-      if (!shared.ring.wait(piece)) return;
-      end += step_count(shared.ring[piece]);
-    }
+  for_each_step(shared, [&](uint32_t number, const StepNote& note, bool is_last) {
     handover.wait_full(number % 2);
-    if (IN_ORDER && !has_turn) wait_for_turn(counter(number), note(number).turn);
-    float* const to = params.dq_acc + note(number).dq;
+    if (IN_ORDER && !has_turn) await(note);
+    float* const to = params.dq_acc + note.dq;
     for (int warp = 0; warp < 4; ++warp)
       ptx::bulk_add(to + AccLayout::piece(row + 16 * warp, col, HEAD_DIM), smem_address(&staged[warp]),
                     16 * cols * sizeof(float));
@@ -210,13 +219,13 @@ __device__ __forceinline__ void add_dq(const BwdParams& params, SharedStorage& s
       // Additions of the copy engine are complete in L2 when they have been waited for: ordinary release and acquire
       // suffice.
       ptx::bulk_wait();
-      ptx::store_release(counter(number), note(number).turn + 1);
+      ptx::store_release(params.dq_turn + note.counter + warpgroup, note.turn + 1);
       // The next step's turn before its dq is there: memory is slow to answer. Its note is there, since dq is handed
       // on in the step after it or later.
-      has_turn = number + 1 < end;
-      if (has_turn) wait_for_turn(counter(number + 1), note(number + 1).turn);
+      has_turn = !is_last;
+      if (has_turn) await(shared.notes[(number + 1) % NOTES]);
     }
-  }
+  });
 }
 
 // Writes a warp's part of dk and dv, from (row, col) of the block's keys on: sums of a part of the group, or the
@@ -255,7 +264,8 @@ __device__ __forceinline__ void run_roles(const BackwardArguments& arguments, Sh
     // Tiles are handed back by each warp, and dscores handed on too, of which each warp writes a part.
     constexpr int WARPS = BACKWARD_WARPGROUPS * 4;
     shared.ring.init(WARPS + HELPERS + 1);
-    shared.keys.init(WARPS);
+    ptx::mbarrier_init(smem_address(&shared.k_empty), WARPS);
+    ptx::mbarrier_init(smem_address(&shared.v_empty), WARPS);
     for (Handover& handover : shared.q_handover) handover.init(WARPS);
     for (Handover& handover : shared.dout_handover) handover.init(WARPS);
     for (Handover& handover : shared.dscores_handover) handover.init(WARPS, WARPS);

@@ -58,7 +58,9 @@ struct SharedStorage {
   SwizzledTile<LayoutS> probs[2], dscores[2];  // transposed
   SwizzledTile<LayoutQ> q[Q_STAGES], dout[DOUT_STAGES];
   alignas(16) float lse_log2[Q_STAGES][TILE_M], delta[DOUT_STAGES][TILE_M];
-  Handover keys, q_handover[Q_STAGES], dout_handover[DOUT_STAGES];
+  // k comes with the q of a piece's first step, v with its dout.
+  Handover q_handover[Q_STAGES], dout_handover[DOUT_STAGES];
+  uint64_t k_empty, v_empty;  // all products with them have ended
   StepNote notes[NOTES];
   Handover dscores_handover[2];  // and of probs
   alignas(128) float dq[WARPGROUPS][4][HAS_ROOM_FOR_DQ ? 16 * COLS : 4];  // of each warp, on its way
@@ -127,24 +129,11 @@ __device__ __forceinline__ void add_tiles(float* piece, const float (&acc)[1][CO
     ptx::red_add_v4(piece + j * AccLayout::PIECE + lane * AccLayout::LANE_STRIDE, acc[0][j]);
 }
 
-// Runs `step`(number, note) for each step of all pieces of work. One thread.
-template <class Step>
-__device__ __forceinline__ void for_each_step(SharedStorage& shared, const Step& step) {
-  uint32_t number = 0;
-#pragma unroll 1  // few registers
-  for (uint32_t piece = 0; shared.ring.wait(piece); ++piece) {
-    const uint32_t end = number + step_count(shared.ring[piece]);
-    shared.ring.release(piece, true);
-#pragma unroll 1  // few registers
-    for (; number < end; ++number) step(number, shared.notes[number % NOTES]);
-  }
-}
-
 // In order one thread waits for turns, and another passes them on: the fence of that waits until the additions are
 // there, half a step, in which the next turn is waited for and begun. With one thread for both, 256 at 4096 keys was at
 // 336 where 388, causal at 325 where 359.
 __device__ __forceinline__ void await_turns(const BwdParams& params, SharedStorage& shared) {
-  for_each_step(shared, [&](uint32_t number, const StepNote& note) {
+  for_each_step(shared, [&](uint32_t number, const StepNote& note, bool) {
     // The note is there. Not missed: before this turn nobody finishes with q.
     shared.q_handover[number % 2].wait_full(number / 2 % 2);
     shared.turns[number % 2].wait_empty(number / 2 % 2);
@@ -154,7 +143,7 @@ __device__ __forceinline__ void await_turns(const BwdParams& params, SharedStora
 }
 
 __device__ __forceinline__ void pass_turns(const BwdParams& params, SharedStorage& shared) {
-  for_each_step(shared, [&](uint32_t number, const StepNote& note) {
+  for_each_step(shared, [&](uint32_t number, const StepNote& note, bool) {
     // Not missed: the turn after the next one begins when this one is known to be over.
     ptx::mbarrier_wait(smem_address(&shared.added[number % 2]), number / 2 % 2);
     shared.turns[number % 2].release(true);
@@ -173,7 +162,6 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
   const auto lane_index = [] { return ptx::thread_index() % 32; };
 
   uint32_t number = 0;  // of the step; two of each tile are there, and are used in turn
-  uint32_t keys_phase = 0;
   const auto stage = [](uint32_t number) { return number % 2; };
   const auto phase = [](uint32_t number) { return number / 2 % 2; };
 
@@ -188,9 +176,6 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 
     const uint32_t end = number + ptx::uniform(step_count(work));
     if (number < end) {
-      shared.keys.wait_full(keys_phase);
-      keys_phase ^= 1;
-
       Handover& dq_handover = shared.dq_handover[warpgroup];
       // Runs `between` as soon as half of the registers of acc_dq are free for it.
       const auto add_dq_of = [&](int64_t dq, float(&acc_dq)[1][COL_TILES][4], const auto& between) {
@@ -316,7 +301,10 @@ __device__ __forceinline__ void compute(const BackwardArguments& arguments, Shar
 
       do run_step();
       while (number < end);
-      shared.keys.release(lane_index() == 0);  // all products with them have ended
+      if (lane_index() == 0) {
+        ptx::mbarrier_arrive(smem_address(&shared.v_empty));
+        ptx::mbarrier_arrive(smem_address(&shared.k_empty));
+      }
       if (STAGE_DQ<IN_ORDER>) hand_on(dq_handover, nullptr);
     }
 
