@@ -309,6 +309,7 @@ fn group_parts(params: &AttnParams, gpu: &Gpu, chosen: &Chosen<BwdParams>) -> us
 
 #[cfg(test)]
 mod tests {
+    use super::dispatch::Sm90;
     use super::*;
     use crate::mask::Mask;
 
@@ -335,7 +336,10 @@ mod tests {
             compute_capability: (9, 0),
             multiprocessors: 132,
             shared_kib: 227,
-            sm90,
+            sm90: match sm90 {
+                true => Sm90::WhereFaster,
+                false => Sm90::Nowhere,
+            },
         }
     }
 

@@ -26,8 +26,15 @@ pub(crate) struct Gpu {
     pub(super) multiprocessors: usize,
     /// Shared memory that a block can be given, in KiB.
     pub(super) shared_kib: usize,
-    /// Whether kernels for compute capability 9.0 alone run there.
-    pub(super) sm90: bool,
+    pub(super) sm90: Sm90,
+}
+
+/// Where kernels for compute capability 9.0 alone run.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Sm90 {
+    Nowhere,
+    WhereFaster,
+    WhereverTheyCan,
 }
 
 impl Gpu {
@@ -47,7 +54,10 @@ impl Gpu {
                 as usize,
             shared_kib: shared_limit(variable("CANDLE_FLASH_GQA_SHARED_KIB"))?
                 .min(shared_bytes as usize >> 10),
-            sm90: compute_capability == (9, 0) && !only_sm80(variable("CANDLE_FLASH_GQA_KERNELS"))?,
+            sm90: match sm90(variable("CANDLE_FLASH_GQA_KERNELS"))? {
+                sm90 if compute_capability == (9, 0) => sm90,
+                _ => Sm90::Nowhere,
+            },
         })
     }
 }
@@ -64,12 +74,16 @@ fn shared_limit(variable: Option<OsString>) -> Result<usize> {
     }
 }
 
-/// `CANDLE_FLASH_GQA_KERNELS=sm80` leaves out the kernels for Hopper alone, to test and to time the others there.
-fn only_sm80(variable: Option<OsString>) -> Result<bool> {
+/// `CANDLE_FLASH_GQA_KERNELS=sm80` leaves out the kernels for Hopper alone, to test and to time the others there; `=sm90`
+/// has them run also where those are faster.
+fn sm90(variable: Option<OsString>) -> Result<Sm90> {
     match variable {
-        None => Ok(false),
-        Some(kernels) if kernels == "sm80" => Ok(true),
-        Some(kernels) => bail!("CANDLE_FLASH_GQA_KERNELS must be sm80 or not set, got {kernels:?}"),
+        None => Ok(Sm90::WhereFaster),
+        Some(kernels) if kernels == "sm80" => Ok(Sm90::Nowhere),
+        Some(kernels) if kernels == "sm90" => Ok(Sm90::WhereverTheyCan),
+        Some(kernels) => {
+            bail!("CANDLE_FLASH_GQA_KERNELS must be sm80, sm90 or not set, got {kernels:?}")
+        }
     }
 }
 
@@ -150,7 +164,7 @@ fn choose<Params>(
         head_dim <= row.head_dim
             && row.shared_kib <= gpu.shared_kib
             && (plain || row.modes == Modes::Any)
-            && (!row.sm90 || gpu.sm90)
+            && (!row.sm90 || gpu.sm90 != Sm90::Nowhere)
     })?;
     Some(Chosen {
         name: row.name,
@@ -174,7 +188,31 @@ pub(crate) fn is_supported(gpu: &Gpu, dtype: DType, head_dim: usize) -> bool {
 
 /// The kernel for a problem that [`is_supported`] admits.
 pub(super) fn forward(gpu: &Gpu, params: &AttnParams) -> Option<Chosen<FwdParams>> {
-    choose(forward_rows(), gpu, params.head_dim, is_plain(params))
+    let rows = forward_rows().filter(|row| {
+        !row.sm90 || gpu.sm90 != Sm90::WhereFaster || !is_small(params, row.head_dim)
+    });
+    choose(rows, gpu, params.head_dim, is_plain(params))
+}
+
+/// Whether there is too little to do for Hopper's forward of `head_dim` columns, which takes longer to begin and to end:
+/// up to so many keys, for rows that do not fill the GPU for long. The other family's tiles have 128 rows or less, so few
+/// rows are too little only with fewer keys. Where the line lies was measured on an H200, with 390 problems of 16 to
+/// 2048 rows, 16 to 2048 keys and 1 to 256 heads: benches/record/2026-11-30-hopper.md.
+fn is_small(params: &AttnParams, head_dim: usize) -> bool {
+    const FEW_ROWS: usize = 64;
+    const FEW_MULTIPLY_ADDS: usize = 400_000_000; // of q·k
+    let few_keys = match (head_dim, params.seqlen_q <= FEW_ROWS) {
+        (..=64, true) => 192,
+        (..=64, false) => 256,
+        (..=96, true) => 128,
+        (..=96, false) => 192,
+        (..=128, _) => 64,
+        (..=192, false) => 256,
+        _ => 128,
+    };
+    params.seqlen_k <= few_keys
+        && params.batch * params.num_heads * params.seqlen_q * params.seqlen_k * head_dim
+            <= FEW_MULTIPLY_ADDS
 }
 
 /// As [`forward`].
@@ -198,7 +236,10 @@ mod tests {
             compute_capability,
             multiprocessors: 100,
             shared_kib,
-            sm90: compute_capability == (9, 0),
+            sm90: match compute_capability {
+                (9, 0) => Sm90::WhereFaster,
+                _ => Sm90::Nowhere,
+            },
         }
     }
 
@@ -226,11 +267,12 @@ mod tests {
         let value = |value: &str| Some(OsString::from(value));
         assert_eq!(shared_limit(None).unwrap(), usize::MAX);
         assert_eq!(shared_limit(value("99")).unwrap(), 99);
-        assert!(!only_sm80(None).unwrap());
-        assert!(only_sm80(value("sm80")).unwrap());
+        assert_eq!(sm90(None).unwrap(), Sm90::WhereFaster);
+        assert_eq!(sm90(value("sm80")).unwrap(), Sm90::Nowhere);
+        assert_eq!(sm90(value("sm90")).unwrap(), Sm90::WhereverTheyCan);
         for (error, got) in [
             (shared_limit(value("99K")).unwrap_err(), "\"99K\""),
-            (only_sm80(value("SM80")).unwrap_err(), "\"SM80\""),
+            (sm90(value("SM80")).unwrap_err(), "\"SM80\""),
         ] {
             let error = error.to_string();
             assert!(error.contains("must be") && error.contains(got), "{error}");
@@ -259,7 +301,7 @@ mod tests {
             choose(backward_rows(), &gpu, head_dim, plain).map(|row| row.name)
         };
         let hopper = Gpu {
-            sm90: false,
+            sm90: Sm90::Nowhere,
             ..gpu((9, 0), 227)
         };
         assert_eq!(
@@ -298,6 +340,53 @@ mod tests {
                 names.iter().all(|name| name.unwrap().contains("_sm80_")),
                 "{names:?}"
             );
+        }
+    }
+
+    #[test]
+    fn small_forwards_run_on_hopper_what_is_faster_there() {
+        use crate::mask::Mask;
+        let name = |sm90, [num_heads, seqlen_q, seqlen_k, head_dim]: [usize; 4]| {
+            let params = AttnParams {
+                batch: 1,
+                seqlen_q,
+                seqlen_k,
+                num_heads,
+                num_kv_heads: num_heads,
+                head_dim,
+                softmax_scale: 1.,
+                softcap: None,
+                alibi_slopes: None,
+                deterministic: false,
+                mask: Mask::new(seqlen_q, seqlen_k, false, None, None),
+            };
+            let gpu = Gpu {
+                sm90,
+                ..gpu((9, 0), 227)
+            };
+            forward(&gpu, &params).unwrap().name
+        };
+        for (shape, sm80) in [
+            // Measured: microseconds with Hopper's forward, with the other.
+            ([1, 64, 64, 64], true),      // 4.7, 3.9
+            ([256, 128, 128, 64], true),  // 10.2, 7.5
+            ([1, 16, 256, 64], false),    // 5.5, 7.0
+            ([32, 256, 256, 64], true),   // 8.7, 7.4
+            ([1, 384, 384, 64], false),   // 9.0, 9.3
+            ([256, 512, 128, 64], false), // 24.3, 27.2
+            ([32, 64, 64, 128], true),    // 6.4, 6.0
+            ([1, 128, 128, 128], false),  // 6.2, 6.9
+            ([256, 64, 64, 192], true),   // 11.8, 8.2
+            ([1, 16, 256, 192], false),   // 7.7, 9.1
+            ([1, 256, 256, 192], true),   // 10.5, 9.4
+            ([1, 128, 128, 256], true),   // 8.7, 7.6
+            ([256, 128, 64, 256], false), // 16.1, 22.0
+            ([32, 384, 384, 256], false), // 14.5, 24.3
+        ] {
+            let runs_sm80 = |sm90| name(sm90, shape).contains("_sm80_");
+            assert_eq!(runs_sm80(Sm90::WhereFaster), sm80, "{shape:?}");
+            assert!(!runs_sm80(Sm90::WhereverTheyCan), "{shape:?}");
+            assert!(runs_sm80(Sm90::Nowhere), "{shape:?}");
         }
     }
 

@@ -80,12 +80,12 @@ fn forward_typed<E: Element>(
             alloc::<f32>(device, rows)?,
         )
     };
-    // Where pieces of work differ in size, and some have to wait, a block takes its next one with the last loads of this
-    // one.
-    let pieces = pairs * params.seqlen_q.div_ceil(chosen.kernel.tile_m as usize);
+    // Where the pieces of work of a head differ in size, and some have to wait, a block takes its next one with the last
+    // loads of this one.
+    let m_tiles = params.seqlen_q.div_ceil(chosen.kernel.tile_m as usize);
     let is_full = params.mask.window_left().is_none() && params.mask.window_right().is_none();
     let mut next_piece: Option<CudaSlice<u32>> =
-        if chosen.sm90 && !is_full && pieces > gpu.multiprocessors {
+        if chosen.sm90 && !is_full && m_tiles > 1 && pairs * m_tiles > gpu.multiprocessors {
             Some(device.alloc_zeros(1)?)
         } else {
             None

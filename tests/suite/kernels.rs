@@ -5,7 +5,7 @@ use anyhow::{Context, Result, ensure};
 use candle_core::DType;
 
 use crate::support::child;
-use crate::support::device::devices;
+use crate::support::device::{devices, gpu};
 use crate::support::problem::Problem;
 use crate::support::run;
 use crate::support::tensors::{Inputs, host};
@@ -49,7 +49,7 @@ fn both_families_leave_the_same_lse() -> Result<()> {
         let values = printed.lines().filter_map(|line| line.strip_prefix("lse "));
         Ok(values.map(str::parse).collect::<Result<_, _>>()?)
     };
-    let (chosen, for_all) = (lse(None)?, lse(Some("sm80"))?);
+    let (chosen, for_all) = (lse(Some("sm90"))?, lse(Some("sm80"))?);
     let expected: usize = problems()
         .iter()
         .map(|(p, _)| p.batch * p.num_heads * p.seqlen_q)
@@ -66,6 +66,23 @@ fn both_families_leave_the_same_lse() -> Result<()> {
             (a - b).abs() <= 4e-6 * a.abs().max(1.),
             "row {row} of all: {a} and {b}"
         );
+    }
+    Ok(())
+}
+
+/// Those of small problems, which the other family would take: most of a grid.
+#[test]
+fn the_grids_hold_with_hoppers_forward_wherever_it_runs() -> Result<()> {
+    if gpu().is_none() {
+        return Ok(());
+    }
+    for test in [
+        "forward::fwd_grid_of_plain_scores_in_f16",
+        "forward::fwd_grid_of_plain_scores_in_bf16",
+        "forward::fwd_on_split_keys_of_which_most_are_outside_the_window",
+        "sanitizer::small_grid",
+    ] {
+        child::run(test, VARIABLE, Some("sm90"))?;
     }
     Ok(())
 }
