@@ -1,12 +1,12 @@
 //! The same bits whatever the number of threads, and on every run.
 
 use anyhow::{Context, Result};
-use candle_core::{DType, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_flash_gqa::{AttnOptions, flash_attn_with};
 
 use crate::support::compare::identical;
 use crate::support::device::{
-    check_still_works, dtypes, for_each_device, for_each_dtype, for_each_stream,
+    check_still_works, dtypes, for_each_device, for_each_dtype, for_each_stream, on_the_gpu,
 };
 use crate::support::problem::Problem;
 use crate::support::run;
@@ -76,41 +76,55 @@ fn any_number_of_threads_gives_the_same_bits() -> Result<()> {
     })
 }
 
-fn check_repeated(problem: &Problem, repetitions: usize, dtype: DType) -> Result<()> {
+fn check_repeated(
+    problem: &Problem,
+    repetitions: usize,
+    dtype: DType,
+    device: &Device,
+) -> Result<()> {
+    let inputs = Inputs::normal(problem, dtype, device, 71)?;
+    let first = everything(problem, &inputs)?;
+    for repetition in 1..repetitions {
+        let how = format!("in repetition {repetition}");
+        check_identical(&how, problem, &everything(problem, &inputs)?, &first)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn case_70_thirty_runs_give_the_same_bits() -> Result<()> {
     for_each_device(|device| {
-        let inputs = Inputs::normal(problem, dtype, device, 71)?;
-        let first = everything(problem, &inputs)?;
-        for repetition in 1..repetitions {
-            let how = format!("in repetition {repetition}");
-            check_identical(&how, problem, &everything(problem, &inputs)?, &first)?;
+        for heads in [[4, 4], [8, 1]] {
+            for causal in [false, true] {
+                let problem = Problem::new(1, [260, 260], heads, 64).with_causal(causal);
+                check_repeated(&problem, 30, DType::F16, device)?;
+            }
         }
         Ok(())
     })
 }
 
-#[test]
-fn case_70_thirty_runs_give_the_same_bits() -> Result<()> {
-    for heads in [[4, 4], [8, 1]] {
-        for causal in [false, true] {
-            let problem = Problem::new(1, [260, 260], heads, 64).with_causal(causal);
-            check_repeated(&problem, 30, DType::F16)?;
+fn check_full_size(device: &Device) -> Result<()> {
+    for (seqlen, head_dim) in [(1024, 64), (2048, 128)] {
+        for heads in [[16, 16], [16, 2]] {
+            for causal in [false, true] {
+                let problem = Problem::new(1, [seqlen; 2], heads, head_dim).with_causal(causal);
+                check_repeated(&problem, 30, DType::BF16, device)?;
+            }
         }
     }
     Ok(())
 }
 
 #[test]
-#[ignore = "the full size: minutes without optimisation"]
 fn case_70_thirty_runs_give_the_same_bits_at_1024_and_2048() -> Result<()> {
-    for (seqlen, head_dim) in [(1024, 64), (2048, 128)] {
-        for heads in [[16, 16], [16, 2]] {
-            for causal in [false, true] {
-                let problem = Problem::new(1, [seqlen; 2], heads, head_dim).with_causal(causal);
-                check_repeated(&problem, 30, DType::BF16)?;
-            }
-        }
-    }
-    Ok(())
+    on_the_gpu(check_full_size)
+}
+
+#[test]
+#[ignore = "the full size: minutes on a CPU"]
+fn case_70_thirty_runs_give_the_same_bits_at_1024_and_2048_on_the_cpu() -> Result<()> {
+    check_full_size(&Device::Cpu)
 }
 
 /// On the CPU dq is deterministic anyway, and the option costs nothing.
