@@ -172,8 +172,10 @@ fn run(args: &Args) -> Result<()> {
     {
         writeln!(
             out,
-            "step {}: training loss {:.4}, held-out loss {held_out:.4}",
-            step.step, step.loss
+            "step {}: training loss {:.4}, held-out loss {held_out:.4}; {:.0} tokens/s in the middle of all steps",
+            step.step,
+            step.loss,
+            median_speed(&rows)
         )?;
     }
     sample(&checkpoint, &trainer, &batches, &options, dtype, &mut out)?;
@@ -192,6 +194,13 @@ fn run(args: &Args) -> Result<()> {
         None => writeln!(out, "nothing saved, which --out DIR would do")?,
     }
     Ok(())
+}
+
+/// Tokens a second of the step in the middle by speed; `rows` are not empty.
+fn median_speed(rows: &[Row]) -> f64 {
+    let mut speeds: Vec<f64> = rows.iter().map(|row| row.tokens_per_second).collect();
+    speeds.sort_by(f64::total_cmp);
+    speeds[speeds.len() / 2]
 }
 
 /// The same options for any working directory.
