@@ -133,7 +133,7 @@ mod cuda {
         let units = units();
         let nvcc = toolkit.join("bin").join("nvcc");
         let version = nvcc_version(&nvcc)?;
-        let started = std::time::Instant::now();
+        let started = std::time::SystemTime::now();
         let next = AtomicUsize::new(0);
         let failures = Mutex::new(Vec::new());
         let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
@@ -168,10 +168,15 @@ mod cuda {
             std::process::exit(1);
         }
 
-        // For scripts/kernel-report.py. Within a second nothing was compiled.
-        let seconds = started.elapsed().as_secs_f64();
-        if seconds >= 1. {
-            std::fs::write(out.join("seconds"), format!("{seconds:.0}"))
+        // For scripts/kernel-report.py: how many were compiled, and in how many seconds.
+        let compiled = units.iter().filter(|unit| {
+            let written = std::fs::metadata(library(&out, unit)).and_then(|file| file.modified());
+            written.is_ok_and(|written| written >= started)
+        });
+        let (compiled, seconds) = (compiled.count(), started.elapsed().unwrap_or_default());
+        if compiled > 0 {
+            let report = format!("{compiled} {:.0}", seconds.as_secs_f64());
+            std::fs::write(out.join("compiled"), report)
                 .map_err(|error| format!("OUT_DIR: {error}"))?;
         }
 
@@ -204,7 +209,11 @@ mod cuda {
         {
             panic!("{}: {error}", stamp.display());
         }
-        let mut watched = headers.to_vec();
+        let mut watched: Vec<PathBuf> = headers
+            .iter()
+            .filter(|header| may_include(unit, header))
+            .cloned()
+            .collect();
         watched.push(stamp);
         let mut builder = bindgen_cuda::Builder::default()
             .compute_cap(if unit.target == Target::Sm90 { 90 } else { 80 })
@@ -228,7 +237,19 @@ mod cuda {
         for define in &unit.defines {
             builder = builder.arg(define);
         }
-        builder.build_lib(out.join(format!("lib{}.a", unit.name)));
+        builder.build_lib(library(out, unit));
+    }
+
+    fn library(out: &Path, unit: &Unit) -> PathBuf {
+        out.join(format!("lib{}.a", unit.name))
+    }
+
+    /// Whether a change to a header compiles the unit again: files of these folders are for their own units alone.
+    fn may_include(unit: &Unit, header: &Path) -> bool {
+        ["sm80", "sm90", "training"].iter().all(|folder| {
+            Path::new(unit.file).starts_with(folder)
+                || !header.starts_with(Path::new("kernels").join(folder))
+        })
     }
 
     fn nvcc_version(nvcc: &Path) -> Result<String, String> {
@@ -270,7 +291,7 @@ mod cuda {
         ))
     }
 
-    /// Every header below a folder: a change to one compiles all again.
+    /// Every header below a folder.
     fn headers(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
         let mut headers = Vec::new();
         for entry in std::fs::read_dir(folder)? {
