@@ -195,19 +195,16 @@ pub(super) fn forward(gpu: &Gpu, params: &AttnParams) -> Option<Chosen<FwdParams
 }
 
 /// Whether there is too little to do for Hopper's forward of `head_dim` columns, which takes longer to begin and to end:
-/// up to so many keys, for rows that do not fill the GPU for long. The other family's tiles have 128 rows or less, so few
-/// rows are too little only with fewer keys. Where the line lies was measured on an H200, with 390 problems of 16 to
-/// 2048 rows, 16 to 2048 keys and 1 to 256 heads: benches/record/2026-11-30-hopper.md.
+/// up to so many keys, for rows that do not fill the GPU for long. With a diagonal or few rows it leaves out more than the
+/// other family does. Where the lines lie was fitted to 390 problems of 16 to 2048 rows, 16 to 2048 keys and 1 to 256 heads
+/// on an H200: benches/record/2026-11-30-hopper.md.
 fn is_small(params: &AttnParams, head_dim: usize) -> bool {
     const FEW_ROWS: usize = 64;
-    const FEW_MULTIPLY_ADDS: usize = 400_000_000; // of q·k
-    let few_keys = match (head_dim, params.seqlen_q <= FEW_ROWS) {
-        (..=64, true) => 192,
-        (..=64, false) => 256,
-        (..=96, true) => 128,
-        (..=96, false) => 192,
-        (..=128, _) => 64,
-        (..=192, false) => 256,
+    const FEW_MULTIPLY_ADDS: usize = 3 << 27; // of q·k
+    let few_keys = match head_dim {
+        97..=128 => 64,
+        _ if params.seqlen_q > FEW_ROWS && params.mask.window_right().is_none() => 256,
+        ..=64 => 192,
         _ => 128,
     };
     params.seqlen_k <= few_keys
@@ -346,7 +343,7 @@ mod tests {
     #[test]
     fn small_forwards_run_on_hopper_what_is_faster_there() {
         use crate::mask::Mask;
-        let name = |sm90, [num_heads, seqlen_q, seqlen_k, head_dim]: [usize; 4]| {
+        let name = |sm90, [num_heads, seqlen_q, seqlen_k, head_dim]: [usize; 4], causal| {
             let params = AttnParams {
                 batch: 1,
                 seqlen_q,
@@ -358,7 +355,7 @@ mod tests {
                 softcap: None,
                 alibi_slopes: None,
                 deterministic: false,
-                mask: Mask::new(seqlen_q, seqlen_k, false, None, None),
+                mask: Mask::new(seqlen_q, seqlen_k, causal, None, None),
             };
             let gpu = Gpu {
                 sm90,
@@ -366,24 +363,29 @@ mod tests {
             };
             forward(&gpu, &params).unwrap().name
         };
-        for (shape, sm80) in [
+        for (shape, causal, sm80) in [
             // Measured: microseconds with Hopper's forward, with the other.
-            ([1, 64, 64, 64], true),      // 4.7, 3.9
-            ([256, 128, 128, 64], true),  // 10.2, 7.5
-            ([1, 16, 256, 64], false),    // 5.5, 7.0
-            ([32, 256, 256, 64], true),   // 8.7, 7.4
-            ([1, 384, 384, 64], false),   // 9.0, 9.3
-            ([256, 512, 128, 64], false), // 24.3, 27.2
-            ([32, 64, 64, 128], true),    // 6.4, 6.0
-            ([1, 128, 128, 128], false),  // 6.2, 6.9
-            ([256, 64, 64, 192], true),   // 11.8, 8.2
-            ([1, 16, 256, 192], false),   // 7.7, 9.1
-            ([1, 256, 256, 192], true),   // 10.5, 9.4
-            ([1, 128, 128, 256], true),   // 8.7, 7.6
-            ([256, 128, 64, 256], false), // 16.1, 22.0
-            ([32, 384, 384, 256], false), // 14.5, 24.3
+            ([1, 64, 64, 64], false, true),      // 4.7, 3.9
+            ([256, 128, 128, 64], false, true),  // 10.2, 7.5
+            ([1, 16, 256, 64], false, false),    // 5.5, 7.0
+            ([32, 256, 256, 64], false, true),   // 8.7, 7.4
+            ([32, 256, 256, 64], true, false),   // 7.2, 7.9
+            ([1, 384, 384, 64], false, false),   // 9.0, 9.3
+            ([256, 512, 128, 64], false, false), // 24.3, 27.2
+            ([256, 128, 128, 96], false, true),  // 14.6, 10.1
+            ([1, 256, 256, 96], false, true),    // 9.8, 9.1
+            ([1, 256, 256, 96], true, false),    // 8.2, 10.2
+            ([32, 64, 64, 128], false, true),    // 6.4, 6.0
+            ([1, 128, 128, 128], false, false),  // 6.2, 6.9
+            ([256, 64, 64, 192], false, true),   // 11.8, 8.2
+            ([1, 16, 256, 192], false, false),   // 7.7, 9.1
+            ([1, 256, 256, 192], false, true),   // 10.5, 9.4
+            ([1, 128, 128, 256], false, true),   // 8.7, 7.6
+            ([1, 192, 192, 256], true, false),   // 8.3, 9.5
+            ([256, 128, 64, 256], false, false), // 16.1, 22.0
+            ([32, 384, 384, 256], false, false), // 14.5, 24.3
         ] {
-            let runs_sm80 = |sm90| name(sm90, shape).contains("_sm80_");
+            let runs_sm80 = |sm90| name(sm90, shape, causal).contains("_sm80_");
             assert_eq!(runs_sm80(Sm90::WhereFaster), sm80, "{shape:?}");
             assert!(!runs_sm80(Sm90::WhereverTheyCan), "{shape:?}");
             assert!(runs_sm80(Sm90::Nowhere), "{shape:?}");

@@ -119,9 +119,9 @@ struct Course {
 }
 
 impl Course {
-    fn of(place: &Place, options: &Options) -> Result<Self> {
+    fn of(place: &Place, options: &Options, attention: Attention) -> Result<Self> {
         let checkpoint = setup::checkpoint(options)?;
-        let mut trainer = place.trainer(options, &checkpoint, Attention::Flash)?;
+        let mut trainer = place.trainer(options, &checkpoint, attention)?;
         let masters = |trainer: &Trainer| -> Result<Vec<(bool, Vec<f32>)>> {
             let masters = trainer.weights().parameters().masters().values();
             let of = |master: &Var| Ok((master.rank() > 1, values(master)?));
@@ -201,15 +201,20 @@ impl Course {
     }
 }
 
+/// And with plain attention, there.
 fn assert_same_in_every_place(more: &[&str]) -> Result<()> {
     let options = setup::options(&[&TEN_STEPS, more].concat());
     setup::for_each_run(&options, |place, options| {
-        let got = Course::of(place, options)?;
+        let got = Course::of(place, options, Attention::Flash)?;
         ensure!(got.losses[11] < got.losses[0], "{got:?}");
-        for cpu in [CPU_F32, CPU_BF16] {
-            let expected = Course::of(&cpu, options)?;
+        for (other, attention) in [
+            (&CPU_F32, Attention::Flash),
+            (&CPU_BF16, Attention::Flash),
+            (place, Attention::Plain),
+        ] {
+            let expected = Course::of(other, options, attention)?;
             got.same_as(&expected)
-                .with_context(|| format!("{got:?}, {cpu:?} {expected:?}"))?;
+                .with_context(|| format!("{got:?}, {attention:?} on {other:?} {expected:?}"))?;
         }
         Ok(())
     })
@@ -249,14 +254,14 @@ fn other_settings_are_told_from_rounding() -> Result<()> {
     for lora in [None, Some(4)] {
         let mut options = setup::options(&TEN_STEPS);
         (options.lora, options.lora_on) = (lora, LoraOn::All);
-        let expected = Course::of(&CPU_F32, &options)?;
+        let expected = Course::of(&CPU_F32, &options, Attention::Flash)?;
         for change in changes {
             let mut changed = options.clone();
             change(&mut changed);
-            let course = Course::of(&CPU_BF16, &changed)?;
+            let course = Course::of(&CPU_BF16, &changed, Attention::Flash)?;
             ensure!(course.same_as(&expected).is_err(), "{changed:?}");
         }
-        Course::of(&CPU_BF16, &options)?.same_as(&expected)?;
+        Course::of(&CPU_BF16, &options, Attention::Flash)?.same_as(&expected)?;
     }
     Ok(())
 }

@@ -9,7 +9,7 @@ use clap::Parser;
 
 use crate::batches::Batches;
 use crate::checkpoint::Checkpoint;
-use crate::device;
+use crate::device::{self, WaitAtEnd};
 use crate::model::Attention;
 use crate::options::{LoraOn, Options};
 use crate::scratch;
@@ -96,6 +96,7 @@ pub fn for_each_run(
     test: impl Fn(&Place, &Options) -> Result<()>,
 ) -> Result<()> {
     for place in places()? {
+        let _wait = WaitAtEnd(&place.device);
         for lora in [None, Some(4)] {
             let options = Options {
                 lr: options.lr * lora.map_or(1., |_| 5.),

@@ -14,9 +14,15 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// The standard output of one test under `variable`, which is not set where the value is absent. Fails unless that
 /// test ran and passed, in no more than [`watch::LONGEST`].
 pub fn run(test: &str, variable: &str, value: Option<&str>) -> Result<String> {
+    run_all(&[test], variable, value)
+}
+
+/// The same of several tests, in one process.
+pub fn run_all(tests: &[&str], variable: &str, value: Option<&str>) -> Result<String> {
     let mut command = Command::new(std::env::current_exe()?);
     command
-        .args(["--include-ignored", "--nocapture", "--exact", test])
+        .args(["--include-ignored", "--nocapture", "--exact"])
+        .args(tests)
         .env_remove(variable)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -39,8 +45,9 @@ pub fn run(test: &str, variable: &str, value: Option<&str>) -> Result<String> {
         None => format!("stopped after {:?}", watch::LONGEST),
     };
     ensure!(
-        status.is_some_and(|status| status.success()) && stdout.contains("1 passed"),
-        "{test} with {variable} {value:?}, {how}:\n{stdout}{stderr}"
+        status.is_some_and(|status| status.success())
+            && stdout.contains(&format!(" {} passed", tests.len())),
+        "{tests:?} with {variable} {value:?}, {how}:\n{stdout}{stderr}"
     );
     Ok(stdout)
 }

@@ -49,12 +49,24 @@ pub fn check_still_works(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Runs a test body. Nothing is under way when it ends, and with it the thread and its stream: a driver was seen to be
-/// stuck there for ever, if not known to be for this reason (benches/record/2026-11-30-hopper.md).
+/// Waits for its device when it goes, also where a test panics. Nothing is under way when that ends, and with it the thread
+/// and its stream: a driver was seen to be stuck there for ever, if not known to be for this reason
+/// (benches/record/2026-11-30-hopper.md).
+pub struct WaitAtEnd<'a>(pub &'a Device);
+
+impl Drop for WaitAtEnd<'_> {
+    fn drop(&mut self) {
+        // What fails here has failed in the test, or is found by the next one.
+        let _ = self.0.synchronize();
+    }
+}
+
+/// Runs a test body.
 fn run(test: impl Fn(&Device) -> Result<()>, device: &Device) -> Result<()> {
-    let result = test(device);
+    let _wait = WaitAtEnd(device);
+    test(device)?;
     device.synchronize()?;
-    result
+    Ok(())
 }
 
 /// Runs a test body on each device.
