@@ -35,9 +35,9 @@
 // dscores, dq and fills at 128 bytes), and what was measured: H200, bf16, TFLOP/s full / causal at 16384 keys, at
 // 4096 for 96; benches/record/2026-11-30-hopper.md.
 //   head_dim   rows x keys   MMA    MUFU   shared        expected                measured
-//   64         128 x 128     2560   1024   1792 + 1024   520 to 570 / 500 to 550   546 / 520
-//   96         64 x 128      1920   512    1536 + 704                              505 / 460
-//   128        64 x 128      2560   512    2048 + 896    600 to 650 / 560 to 620   618 / 602
+//   64         128 x 128     2560   1024   1792 + 1024   520 to 570 / 500 to 550   541 / 523
+//   96         64 x 128      1920   512    1536 + 704                              498 / 463
+//   128        64 x 128      2560   512    2048 + 896    600 to 650 / 560 to 620   609 / 596
 // At 128 shared memory is busy for 81 % of the time: there is not much left.
 #include <type_traits>
 

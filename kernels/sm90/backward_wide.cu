@@ -16,8 +16,8 @@
 // Cycles as in backward.cu, of a step of 64 rows x 64 keys; additions to dq at 17 bytes a cycle, what red reaches (at
 // 192 the copy engine adds):
 //   head_dim   MMA    MUFU   shared        dq     expected                measured (192: 4096 keys)
-//   192        1920   256    2016 + 512    2891   470 to 550                407 / 391
-//   256        2560   256    2688 + 640    3855   480 to 560 / 460 to 540   448 / 446
+//   192        1920   256    2016 + 512    2891   470 to 550                411 / 389
+//   256        2560   256    2688 + 640    3855   480 to 560 / 460 to 540   450 / 446
 // The additions to dq are what limits it: with 64 keys there are twice as many for each product as with 128; at 256
 // the L2 cache is busy for 84 % of the time. There is no shared memory left there for the copy engine to take dq from,
 // so it is added by red.

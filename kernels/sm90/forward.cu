@@ -22,11 +22,11 @@
 // memory operand reads + fills at 128 bytes), and what was measured: H200, bf16, TFLOP/s full / causal at 16384 keys,
 // at 4096 for 96 and 192; benches/record/2026-11-30-hopper.md.
 //   head_dim   rows x keys   MMA    MUFU   shared        expected                measured
-//   64         192 x 128     1536   1536   960 + 256     500 to 560 / 480 to 530   570 / 558
-//   96         192 x 112     2016   1344   1296 + 336    560 to 620                586 / 560
-//   128        128 x 128     2048   1024   1280 + 512    620 to 660 / 590 to 630   711 / 718
-//   192        128 x 112     2688   896    1728 + 672    640 to 680                670 / 604
-//   256        128 x 80      2560   640    1792 + 640    680 to 730 / 620 to 660   727 / 727
+//   64         192 x 128     1536   1536   960 + 256     500 to 560 / 480 to 530   564 / 559
+//   96         192 x 112     2016   1344   1296 + 336    560 to 620                593 / 560
+//   128        128 x 128     2048   1024   1280 + 512    620 to 660 / 590 to 630   704 / 715
+//   192        128 x 112     2688   896    1728 + 672    640 to 680                682 / 592
+//   256        128 x 80      2560   640    1792 + 640    680 to 730 / 620 to 660   723 / 732
 #include <type_traits>
 
 #include "../common/forward_work.cuh"
