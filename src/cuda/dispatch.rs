@@ -297,19 +297,22 @@ mod tests {
         let name = |gpu: Gpu, head_dim, plain| {
             choose(backward_rows(), &gpu, head_dim, plain).map(|row| row.name)
         };
-        let hopper = Gpu {
+        let without_hoppers = Gpu {
             sm90: Sm90::Nowhere,
             ..gpu((9, 0), 227)
         };
         assert_eq!(
-            name(hopper, 128, true),
+            name(without_hoppers, 128, true),
             Some("flash_bwd_sm80_hd128_smem163")
         );
         assert_eq!(
-            name(hopper, 40, true),
+            name(without_hoppers, 40, true),
             Some("flash_bwd_keys_sm80_hd64_smem99")
         );
-        assert_eq!(name(hopper, 40, false), Some("flash_bwd_sm80_hd64_smem99"));
+        assert_eq!(
+            name(without_hoppers, 40, false),
+            Some("flash_bwd_sm80_hd64_smem99")
+        );
         assert_eq!(
             name(gpu((8, 6), 99), 200, true),
             Some("flash_bwd_sm80_hd256_smem99")

@@ -15,8 +15,8 @@ use super::{
 use crate::params::AttnParams;
 
 /// (batch, head) pairs whose tiles are worked on side by side. Their K and V have to share L2, but with few
-/// heads the longest tiles of the next ones come late and leave a tail. Measured on an H200 (causal, 2 x 8192,
-/// head_dim 128): 340 TFLOP/s with 1, 347 with 2, 363 with 4, 366 with 8, 362 with all 64.
+/// heads the longest tiles of the next ones come late and leave a tail. Measured on an H200 with the sm_80 kernels (causal,
+/// 2 x 8192, head_dim 128): 340 TFLOP/s with 1, 347 with 2, 363 with 4, 366 with 8, 362 with all 64.
 const HEADS_TOGETHER: usize = 8;
 /// Bytes of K and V of such pairs, where more of them fit and blocks take the pieces of work one after the other:
 /// about half of the L2 of an H200 (60 MB). Measured on an H200 (causal, TFLOP/s with 8 pairs, with 32 MB): head_dim 64,
