@@ -150,7 +150,7 @@ __device__ __forceinline__ void load_steps(const BackwardArguments& arguments, S
       refill(shared.dout[to], shared.delta[to], shared.dout_handover[to], dout_place.phase, arguments.dout,
              params.delta + statistics, first_row, step.head, work.batch, key_bytes);
       if (key_bytes > 0) {
-        // v first: the last piece is the first to have finished with it.
+        // v first: products of the last piece finish with it before they do with k.
         key_bytes = 0;
         ptx::mbarrier_wait(smem_address(&shared.v_empty), keys_phase);
         load_tile(shared.v, shared.dout_handover[to], arguments.v, first_key, work.kv_head, work.batch);
